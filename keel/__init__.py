@@ -1,0 +1,1 @@
+"""Keel: PPO for language models that a person can run, read and trust."""

@@ -1,0 +1,143 @@
+"""The command `keel`. Nothing heavy is imported before a recipe has passed its checks."""
+
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # before pydantic: its links help no user of Keel
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # two thread pools on one laptop slow each other down
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from keel.config import Recipe
+from keel.errors import ConfigError, KeelError
+from keel.runs.console import Console
+
+HELP = """\
+Keel post-trains language models from human preferences: SFT, reward model, PPO.
+
+  keel run RECIPE.yaml        all stages of a recipe; done ones are skipped, a broken-off one goes on
+  keel sft|reward|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
+  keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
+  keel chat RUN               talk to a run: before and after PPO side by side
+
+Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
+All settings with their meaning: keel run RECIPE.yaml --help
+--overwrite replaces a stage that was made with other settings (refused without it).
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command and exits: 0 well, 2 a mistake of the user's, 3 a number that is not finite, 130 interrupted."""
+    console = Console()
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv), console)
+    except KeelError as error:
+        Console(_stderr()).line(f"keel: {error}", "red")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        Console(_stderr()).line("keel: stopped at once; the same command goes on from the last checkpoint", "red")
+        code = 130
+    sys.exit(code)
+
+
+def _stderr():  # noqa: ANN202 (rich is not imported at the top of a command line that may only print help)
+    from rich.console import Console as RichConsole
+
+    return RichConsole(stderr=True, highlight=False)
+
+
+def _dispatch(arguments: list[str], console: Console) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        console.line(HELP)
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    commands: dict[str, Callable[[list[str], Console], None]] = {
+        "run": lambda rest, console: _run(rest, console, None),
+        "show": _show,
+        "chat": _chat,
+        **{stage: (lambda rest, console, stage=stage: _run(rest, console, stage)) for stage in ("sft", "reward", "ppo", "eval")},
+    }
+    if command not in commands:
+        near = difflib.get_close_matches(command, commands, n=1)
+        raise ConfigError(f"there is no command {command!r}", remedy=f"did you mean {near[0]}?" if near else "see keel --help")
+    commands[command](rest, console)
+    return 0
+
+
+def _recipe(command: str, arguments: list[str]) -> Recipe:
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(f"keel {command} needs a recipe", remedy=f"keel {command} recipes/quickstart.yaml")
+    from keel import recipe
+
+    return recipe.load(arguments[0], arguments[1:])
+
+
+def _run(arguments: list[str], console: Console, stage: str | None) -> None:
+    name = stage or "run"
+    command = shlex.join(["keel", name, *arguments])
+    overwrite = "--overwrite" in arguments
+    recipe = _recipe(name, [a for a in arguments if a != "--overwrite"])
+    if stage and getattr(recipe, stage) is None:
+        raise ConfigError(f"this recipe has no stage {stage}", where=arguments[0], remedy=f"add `{stage}:` to it")
+    console.line(f"{recipe.name}: seed {recipe.seed}, {recipe.threads} threads, in {Path(recipe.root) / recipe.name}")
+    _print_schedule(recipe, console)
+    console.line("loading torch and transformers ...", "dim")
+    from keel.train.pipeline import run_recipe
+
+    run_recipe(recipe, console, command, stage, overwrite)
+
+
+def _show(arguments: list[str], console: Console) -> None:
+    from keel import recipe as recipes
+
+    recipe = _recipe("show", arguments)
+    console.line(recipes.to_yaml(recipe))
+    _print_schedule(recipe, console)
+
+
+def _print_schedule(recipe: Recipe, console: Console) -> None:
+    from keel.recipe import schedule
+
+    for stage, sentence in schedule(recipe):
+        console.line(f"  {stage:<8} {sentence}")
+
+
+def _chat(arguments: list[str], console: Console) -> None:
+    from typing import Annotated
+
+    import tyro
+
+    def flags(run: Annotated[str, tyro.conf.Positional], temperature: float | None = None) -> tuple[str, float | None]:
+        """Talk to a run: before and after PPO side by side.
+
+        Args:
+            run: the run folder, such as runs/quickstart.
+            temperature: of sampling; 0 takes the likeliest token. None: as in training.
+        """
+        return run, temperature
+
+    chosen = tyro.cli(flags, args=arguments, prog="keel chat")
+    console.line("loading torch and the two models ...", "dim")
+    from keel.evaluate.chat import open_chat
+
+    chat = open_chat(*chosen)
+    console.line("one message a line; an empty line or Ctrl-D ends. For example:", "dim")
+    for example in chat.examples:
+        console.line(f"  {example}", "dim")
+    while True:
+        try:
+            text = console.rich.input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not text:
+            return
+        for name, answer in chat.answer(text).items():
+            console.line(f"{name:<7} {answer}", "green" if name == "after" else "")
+
+
+if __name__ == "__main__":
+    main()

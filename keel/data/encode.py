@@ -1,0 +1,246 @@
+"""The one encoder of all stages, from a prompt and a response to token ids, and the padding of batches.
+
+A response is encoded apart from its prompt, as the sampler makes it, so the prompt's ids are always a prefix of the
+sequence. Padding is told apart by position (masks and lengths), never by value: the padding id may equal the end token.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from keel.errors import ConfigError, DataError, ModelError
+from keel.types import Prompt, TokenSequence
+
+DEFAULT_CHAT_NAME = "keel-default"
+"""How the template below is called in manifests and on screen."""
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
+)
+"""The chat template of tokenizers that have none: plain words, because a base model knows no special tokens of turns,
+and a line break before the reply, so that its first token is the same as at the start of any line."""
+
+
+@dataclass
+class Encoder:
+    """Makes the ids of prompts and of prompts with responses.
+
+    Args:
+        tokenizer: of the policy.
+        template: "chat" renders the messages with the tokenizer's chat template, or with `DEFAULT_CHAT_TEMPLATE` where
+            it has none; "plain" takes the text of a single message as it is.
+        max_prompt_tokens: longer prompts lose tokens at their start, never the end; a leading BOS stays.
+        max_response_tokens: with the end token; longer responses lose their end, and have no end token then.
+        eos_ids: every token that ends a response; the first is the one appended to responses. See `eos_ids_of`.
+
+    Attributes:
+        counts: "prompts cut", "responses cut", "responses with an end token inside", one for each call that did so.
+        template_name: "plain", "tokenizer" or "keel-default".
+        chat_template: what "chat" renders with (Jinja); to be saved with a trained model. None for "plain".
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Literal["chat", "plain"]
+    max_prompt_tokens: int
+    max_response_tokens: int
+    eos_ids: tuple[int, ...]
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    template_name: str = field(default="plain", init=False)
+    chat_template: str | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_response_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}.", where=name, remedy="Give at least 1.")
+        assert self.eos_ids, "eos_ids_of gives at least one"
+        self._bos = _own_bos(self.tokenizer)
+        if self.template == "chat" and self.tokenizer.chat_template:
+            self.template_name, self.chat_template = "tokenizer", _own_template(self.tokenizer)
+        elif self.template == "chat":
+            bos = "{{ bos_token }}" if self._bos else ""
+            self.template_name, self.chat_template = DEFAULT_CHAT_NAME, bos + DEFAULT_CHAT_TEMPLATE
+
+    @property
+    def eos_id(self) -> int:
+        """The end token that is appended to responses."""
+        return self.eos_ids[0]
+
+    @property
+    def pad_id(self) -> int:
+        """The tokenizer's padding token, or the end token where it has none."""
+        pad = self.tokenizer.pad_token_id
+        return pad if isinstance(pad, int) else self.eos_id
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's ids, at most `max_prompt_tokens` of them.
+
+        A chat template says itself where BOS stands, so its text is encoded without special tokens; a plain prompt
+        begins with BOS if the tokenizer adds one.
+
+        Raises:
+            DataError: the template refuses the messages, "plain" meets several, or there is no token.
+        """
+        if self.template == "chat":
+            ids = self._ids(self._render(prompt))
+        elif len(prompt.messages) == 1:
+            ids = self._bos + self._ids(prompt.text)
+        else:
+            raise DataError(
+                f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
+                where=prompt.source,
+                remedy="Use the chat template, which keeps who said what.",
+            )
+        if not ids:
+            raise DataError("The prompt has no token.", where=prompt.source, remedy="Give it some text.")
+        if len(ids) > self.max_prompt_tokens:
+            self.counts["prompts cut"] += 1
+            has_bos = ids[0] == self.tokenizer.bos_token_id and self.max_prompt_tokens > 1
+            head = ids[:1] if has_bos else ()
+            ids = head + ids[len(ids) - self.max_prompt_tokens + len(head) :]
+        return ids
+
+    def sequence(self, prompt: Prompt, response: str) -> TokenSequence:
+        """Prompt and response, with exactly one end token, the last, unless the response had to be cut.
+
+        Text after an end token written in the response is left out, as a sampler would never come to it, and counted.
+        """
+        ids = self._ids(response)
+        end = next((at for at, token in enumerate(ids) if token in self.eos_ids), None)
+        if end is None:
+            ids += (self.eos_id,)
+        else:
+            if any(token not in self.eos_ids for token in ids[end:]):
+                self.counts["responses with an end token inside"] += 1
+            ids = ids[: end + 1]
+        if len(ids) > self.max_response_tokens:
+            self.counts["responses cut"] += 1
+            ids = ids[: self.max_response_tokens]
+        return TokenSequence(self.prompt_ids(prompt), ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens and otherwise as the tokens spell it."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def fingerprint(self) -> str:
+        """SHA-256 over everything that decides the ids: tokenizer, template, limits and end tokens."""
+        options = {
+            "tokenizer": _serialised(self.tokenizer),
+            "bos": [self.tokenizer.bos_token, *self._bos],
+            "pad": self.pad_id,
+            "eos": self.eos_ids,
+            "template": [self.template_name, self.chat_template],
+            "limits": [self.max_prompt_tokens, self.max_response_tokens],
+        }
+        return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+    def _render(self, prompt: Prompt) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(prompt.messages), chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"The chat template refuses these messages: {error}",
+                where=prompt.source,
+                remedy="Mend the row's roles or their order, or give the tokenizer a template that takes them.",
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        # verbose=False: a text over the model's length is cut here, by our own limits, and needs no warning
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def eos_ids_of(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's own first, then those of the generation config.
+
+    Raises:
+        ModelError: the tokenizer has no end token.
+    """
+    own = tokenizer.eos_token_id
+    if not isinstance(own, int):
+        raise ModelError(
+            "The tokenizer has no end token (EOS), so a model could never learn to stop.",
+            where=str(tokenizer.name_or_path),
+            remedy='Set "eos_token" in its tokenizer_config.json to the token that ends a text, then try again.',
+        )
+    more = generation_config.eos_token_id if generation_config is not None else None
+    more = [more] if isinstance(more, int) else more or []
+    return tuple(dict.fromkeys([own, *more]))
+
+
+def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of sequences, padded on the right to the longest.
+
+    Returns:
+        ids_BS: int64.
+        response_mask_BS: bool, True at the positions of response tokens, the end token included.
+        lengths_B: int64, tokens of each row that are no padding.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    ids_BS = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
+    response_mask_BS = torch.zeros(ids_BS.shape, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        ids_BS[row, : lengths[row]] = torch.tensor(sequence.prompt_ids + sequence.response_ids)
+        response_mask_BS[row, len(sequence.prompt_ids) : lengths[row]] = True
+    return ids_BS, response_mask_BS, torch.tensor(lengths)
+
+
+def micro_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Row numbers in groups of similar length, the longest first.
+
+    A group's padded size (rows x longest) is at most `tokens`; a row that is longer alone makes a group of its own.
+    Every row is in exactly one group, and equal lengths keep their order.
+    """
+    assert tokens >= 1, "the configuration admits no empty budget"
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """BOS if the tokenizer puts it before a text by itself. Found by trial, as no attribute tells it for every kind."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    adds = full != bare and full[0] == tokenizer.bos_token_id
+    return (full[0],) if adds else ()
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:  # several templates by name, none of them "default"
+        raise ModelError(
+            "The tokenizer has several chat templates and none is its default.",
+            where=str(tokenizer.name_or_path),
+            remedy='Rename the one to use to "default" in the tokenizer\'s folder.',
+        ) from error
+
+
+def _serialised(tokenizer: PreTrainedTokenizerBase) -> object:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python: its class and vocabulary are all it shows
+        return [type(tokenizer).__name__, tokenizer.get_vocab()]
+    content = json.loads(backend.to_str())
+    # left behind by whoever padded or truncated with it last; neither decides our ids
+    return {name: value for name, value in content.items() if name not in ("padding", "truncation")}

@@ -1,0 +1,244 @@
+"""Reading demonstrations, preference pairs and prompts, by shape and without flags.
+
+Files: `.jsonl` (one object a line), `.json` (one list of objects), each also as `.gz`; any other suffix is plain text,
+one prompt a line. Shapes (the first that a row has all fields of; `columns` maps our names to the file's):
+
+    demonstrations   prompt + completion | prompt + response | messages | instruction (+ input) + output
+    preferences      prompt + chosen + rejected | conversations + chosen + rejected (ShareGPT)
+                     chosen + rejected (whole transcripts or message lists that share all but the last turn)
+                     instruction (+ input) + output_1 + output_2 + preference (1 or 2; 0 is a tie)
+    prompts          prompt | instruction (+ input) | question, other columns kept; or lines of text
+
+A text field may hold a string, one message or a list of messages (role/content or from/value). A null is an absent
+field. Every row is kept as it is, repaired and counted, dropped and counted, or refused with its place.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypedDict, TypeVar
+
+from keel.data.fields import OPTIONAL, ROLES, Shape, Turn, View, missing_fields, view_row
+from keel.data.files import read_files
+from keel.errors import DataError
+from keel.types import Demonstration, PreferencePair, Prompt
+
+Record = TypeVar("Record")
+Paths = str | Path | Sequence[str | Path]
+"""One file or several."""
+
+DEMONSTRATION_SHAPES: tuple[Shape, ...] = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("messages",),
+    ("instruction", "output"),
+)
+PREFERENCE_SHAPES: tuple[Shape, ...] = (
+    ("prompt", "chosen", "rejected"),
+    ("conversations", "chosen", "rejected"),
+    ("chosen", "rejected"),
+    ("instruction", "output_1", "output_2", "preference"),
+)
+PROMPT_SHAPES: tuple[Shape, ...] = (("prompt",), ("instruction",), ("question",))
+
+
+class Counts(TypedDict):
+    """Rows of the files: read = kept + all of dropped; repaired counts kept rows, by reason."""
+
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    repaired: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ReadResult(Generic[Record]):
+    """What a reader returns.
+
+    records: in the order of the files.
+    counts: what became of the rows.
+    sha256: of the files' content, unpacked; for several files of the concatenated digests.
+    """
+
+    records: list[Record]
+    counts: Counts
+    sha256: str
+
+
+def read_demonstrations(path: Paths, columns: Mapping[str, str] | None = None) -> ReadResult[Demonstration]:
+    """Prompts with a reply to imitate; of a conversation the last turn is the reply.
+
+    Args:
+        path: one file or several.
+        columns: our field name -> the file's column, for files with other names.
+
+    Raises:
+        DataError: a file cannot be read, a row has none of the shapes, or no row is usable.
+    """
+    return _read(path, columns, DEMONSTRATION_SHAPES, "demonstration", _demonstration)
+
+
+def read_preferences(path: Paths, columns: Mapping[str, str] | None = None) -> ReadResult[PreferencePair]:
+    """Pairs of replies, the preferred one first; ties, identical pairs and empty replies are dropped and counted.
+
+    Args and errors as for `read_demonstrations`.
+    """
+    return _read(path, columns, PREFERENCE_SHAPES, "preference pair", _preference)
+
+
+def read_prompts(
+    path: Paths, columns: Mapping[str, str] | None = None, *, first_words: int | None = None
+) -> ReadResult[Prompt]:
+    """Prompts, with the row's other columns for reward functions.
+
+    Args:
+        path: one file or several.
+        columns: our field name -> the file's column, for files with other names.
+        first_words: keep only this many words of each text as the prompt, joined by single spaces; rows with fewer
+            words are dropped and counted.
+
+    Raises:
+        DataError: as for `read_demonstrations`, or `first_words` is less than 1.
+    """
+    if first_words is not None and first_words < 1:
+        raise DataError(f"first_words is {first_words}.", remedy="Give 1 or more, or leave it out.")
+
+    def convert(view: View) -> Prompt:
+        prompt = _prompt(view, view.prompt_turns())
+        used = {view.names.get(name, name) for name in (view.shape[0], OPTIONAL)}
+        columns = {name: value for name, value in view.row.cells.items() if name not in used}
+        messages = prompt.messages
+        if first_words is not None:
+            words = prompt.text.split()
+            if len(words) < first_words:
+                raise _Drop(f"fewer than {first_words} words")
+            messages = (*messages[:-1], {**messages[-1], "content": " ".join(words[:first_words])})
+        return Prompt(messages, columns, prompt.source)
+
+    return _read(path, columns, PROMPT_SHAPES, "prompt", convert)
+
+
+class _Drop(Exception):
+    """The row is well formed but of no use; the message is the reason that is counted."""
+
+
+def _demonstration(view: View) -> Demonstration:
+    if view.shape == ("messages",):
+        *turns, last = view.turns("messages", "user") or [{}]
+        if last.get("role") != "assistant":
+            raise _Drop("last turn is not the assistant's")
+        return Demonstration(_prompt(view, turns, last["content"]), last["content"])
+    reply = view.reply(view.shape[1])
+    return Demonstration(_prompt(view, view.prompt_turns(), reply), reply)
+
+
+def _preference(view: View) -> PreferencePair:
+    if view.shape[-1] == "preference":
+        order = ("output_1", "output_2") if _preferred(view) == 1 else ("output_2", "output_1")
+        turns, (chosen, rejected) = view.prompt_turns(), (view.reply(name) for name in order)
+    else:
+        turns, chosen, rejected = _shared_prompt(view)
+    prompt = _prompt(view, turns, chosen, rejected)
+    if chosen.strip() == rejected.strip():
+        raise _Drop("identical pair")
+    return PreferencePair(prompt, chosen, rejected)
+
+
+def _preferred(view: View) -> int:
+    """1 or 2, whatever the type it was written in."""
+    value = view.fields["preference"]
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if number == 0:
+        raise _Drop("tie")
+    if number not in (1, 2):
+        raise view.refuse(f"preference is {value!r}.", "Write 1 or 2 for the better output, or 0 for a tie.")
+    return int(number)
+
+
+def _shared_prompt(view: View) -> tuple[list[Turn], str, str]:
+    """The prompt and the two replies: the prompt is explicit, or all but the last turn of both transcripts, or both."""
+    explicit = view.prompt_turns() if len(view.shape) == 3 else []
+    replies = [view.fields[name] for name in ("chosen", "rejected")]
+    if not explicit and all(isinstance(text, str) for text in replies):
+        chosen, rejected = (_transcript(view, name) for name in ("chosen", "rejected"))
+    else:
+        chosen, rejected = (view.turns(name, "assistant") for name in ("chosen", "rejected"))
+    if not chosen or not rejected or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
+        raise _Drop("last turn is not the assistant's")
+    shared = chosen[:-1]
+    if shared != rejected[:-1]:
+        raise _Drop("transcripts differ before the last turn")
+    if explicit and explicit[-1] not in shared:  # UltraFeedback repeats the prompt in both transcripts
+        shared = explicit + shared
+    return shared, chosen[-1]["content"], rejected[-1]["content"]
+
+
+def _transcript(view: View, name: str) -> list[Turn]:
+    """Turns of an Anthropic HH transcript; the blanks around a turn belong to the format.
+
+    Two turns of one speaker before the last one are joined and counted: many chat templates refuse them.
+    """
+    text = "\n\n" + view.reply(name).lstrip("\n")
+    head, *pieces = re.split(r"\n\n(Human|Assistant):", text)
+    if head or not pieces:
+        what = f"'{name}' is no transcript and there is no prompt. "
+        raise missing_fields(view, PREFERENCE_SHAPES[:1], "preference pair", what)
+    turns: list[Turn] = []
+    for at in range(0, len(pieces), 2):
+        turn = {"role": ROLES[pieces[at].lower()], "content": pieces[at + 1].strip()}
+        if turns and turns[-1]["role"] == turn["role"] and at + 2 < len(pieces):
+            turns[-1]["content"] += "\n\n" + turn["content"]
+            view.repairs.append("turns of one speaker joined")
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _prompt(view: View, turns: list[Turn], *replies: str) -> Prompt:
+    """The prompt of a record whose prompt and replies are all worth training on."""
+    if not turns or not turns[-1]["content"].strip():
+        raise _Drop("empty prompt")
+    if turns[-1]["role"] == "assistant":
+        raise _Drop("prompt ends with the assistant's turn")
+    if not all(text.strip() for text in replies):
+        raise _Drop("empty response")
+    return Prompt(tuple(turns), source=view.row.source)
+
+
+def _read(
+    paths: Paths,
+    columns: Mapping[str, str] | None,
+    shapes: tuple[Shape, ...],
+    kind: str,
+    convert: Callable[[View], Record],
+) -> ReadResult[Record]:
+    known = [*dict.fromkeys(name for shape in shapes for name in shape), OPTIONAL]
+    for name in columns or {}:
+        if name not in known:
+            raise DataError(
+                f"columns names '{name}', which no {kind} has.",
+                where=f"columns.{name}",
+                remedy=f"Our names, on the left, are {', '.join(known)}; the file's names stand on the right.",
+            )
+    rows, sha256 = read_files(paths, text_as="prompt" if shapes is PROMPT_SHAPES else None)
+    records: list[Record] = []
+    dropped, repaired = Counter[str](), Counter[str]()
+    for row in rows:
+        try:
+            view = view_row(row, columns or {}, shapes, kind)
+            records.append(convert(view))
+            repaired.update(set(row.repairs + view.repairs))
+        except _Drop as reason:
+            dropped[str(reason)] += 1
+    if not records:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        where = ", ".join(dict.fromkeys(row.path for row in rows))
+        remedy = f"Check that this is a file of {kind}s."
+        raise DataError(f"No row of {len(rows)} can be used: {reasons}.", where=where, remedy=remedy)
+    counts = Counts(read=len(rows), kept=len(records), dropped=dict(dropped), repaired=dict(repaired))
+    return ReadResult(records, counts, sha256)

@@ -1,0 +1,52 @@
+"""Which rows a training step sees: an endless, seeded stream of shuffled epochs that resumes from the step alone."""
+
+import numpy as np
+
+from keel.errors import DataError
+
+
+def batch_rows(rows: int, batch: int, step: int, seed: int) -> list[int]:
+    """The row numbers of one training step.
+
+    Each epoch is a permutation of all rows, drawn from (seed, epoch); epochs follow each other without a gap, so that a
+    batch may straddle two of them, every batch is full and the tail of an epoch is trained. A pure function: nothing
+    but the step has to be saved to resume.
+
+    Args:
+        rows: rows in the data.
+        batch: rows a step.
+        step: counted from 0 over the whole run.
+        seed: not negative; the same seed gives the same order on every machine.
+
+    Raises:
+        DataError: the batch is larger than the data.
+    """
+    _check(rows, batch)
+    assert step >= 0 and seed >= 0, "the configuration admits no negative step or seed"
+    first, end = step * batch, (step + 1) * batch
+    taken: list[int] = []
+    for epoch in range(first // rows, (end - 1) // rows + 1):
+        # PCG64 by name: default_rng may change its bit generator between numpy versions.
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+        start = epoch * rows
+        taken += generator.permutation(rows)[max(first - start, 0) : end - start].tolist()
+    return taken
+
+
+def steps_per_epoch(rows: int, batch: int) -> int:
+    """Steps until every row was seen at least once (the last of them may reach into the next epoch).
+
+    Raises:
+        DataError: the batch is larger than the data.
+    """
+    _check(rows, batch)
+    return -(-rows // batch)
+
+
+def _check(rows: int, batch: int) -> None:
+    assert batch >= 1, "the configuration admits no empty batch"
+    if batch > rows:
+        raise DataError(
+            f"A batch of {batch} rows is larger than the data, which has {rows}.",
+            remedy=f"Set the batch size to at most {rows}, or add data.",
+        )

@@ -1,0 +1,61 @@
+"""What Keel raises when the user can mend it: what is wrong, where, and the remedy.
+
+The command line prints these without a traceback and leaves with `exit_code`. Anything else that escapes is a defect of
+Keel and keeps its traceback.
+"""
+
+
+class KeelError(Exception):
+    """A mistake that the user can mend.
+
+    Args:
+        what: one sentence, what is wrong.
+        where: file:line, row, key or folder; empty where there is no place.
+        remedy: one sentence, what to do.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = ""):
+        self.what, self.where, self.remedy = what, where, remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where:  {self.where}")
+        if self.remedy:
+            lines.append(f"  remedy: {self.remedy}")
+        return "\n".join(lines)
+
+
+class ConfigError(KeelError):
+    """A recipe or a flag that cannot be used."""
+
+
+class DataError(KeelError):
+    """A file or a row that cannot be read or encoded."""
+
+
+class ModelError(KeelError):
+    """A model folder, tokenizer or architecture that cannot be used."""
+
+
+class RewardError(KeelError):
+    """A reward function or reward model that fails or returns something that is no number."""
+
+
+class RunError(KeelError):
+    """A run folder that cannot be used: another recipe's, in use, or without a stage that is needed."""
+
+
+class NumberError(KeelError):
+    """A loss, gradient or log-probability that is not finite. Weights are left as they were before the step."""
+
+    exit_code = 3
+
+
+class Interrupted(KeelError):
+    """The user or the system asked the run to stop; the last step is saved."""
+
+    exit_code = 130

@@ -1,0 +1,80 @@
+"""Talking to a run: the model before PPO and the one after it answer side by side."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from keel.config import Recipe
+from keel.data.encode import Encoder, eos_ids_of
+from keel.errors import RunError
+from keel.models.loading import load_causal_lm, load_tokenizer, pick_device
+from keel.models.separate import SeparateRoles
+from keel.rollout.engine import Sampling
+from keel.rollout.local import LocalEngine
+from keel.runs.folder import RunFolder
+from keel.runs.log import read_lines
+from keel.types import Prompt
+
+CHAT_STEP = 1 << 43
+"""Sampling step of the first turn; apart from those of training and evaluation."""
+
+
+@dataclass
+class Chat:
+    """Answers one message at a time; turns do not see each other.
+
+    engines: by the name to show, in the order to show them.  examples: prompts to try.
+    """
+
+    engines: dict[str, LocalEngine]
+    sampling: Sampling
+    seed: int
+    examples: list[str] = field(default_factory=list)
+    turn: int = 0
+
+    def answer(self, text: str) -> dict[str, str]:
+        """Each model's reply, drawn with the same noise."""
+        prompt = Prompt(({"role": "user", "content": text},), source="chat")
+        self.turn += 1
+        return {name: engine.generate([prompt], self.sampling, seed=self.seed, step=CHAT_STEP + self.turn).texts[0].strip()
+                for name, engine in self.engines.items()}
+
+
+def open_chat(folder: str, temperature: float | None = None) -> Chat:
+    """Loads the models of a run. Raises RunError where the run has none yet."""
+    run = RunFolder(folder)
+    recipe = Recipe.model_validate(run.manifest()["recipe"])
+    places = {"before": _start(run, recipe), "after": run.stage("ppo").model}
+    missing = [str(place) for place in places.values() if not _is_model(place)]
+    if missing:
+        raise RunError("this run has no trained model yet", where=", ".join(missing), remedy="finish it with keel run first")
+    device = pick_device(recipe.model.device)
+    engines: dict[str, LocalEngine] = {}
+    for name, place in places.items():
+        model = load_causal_lm(place, recipe.model.dtype, device)
+        generation: GenerationConfig | None = model.generation_config
+        tokenizer = load_tokenizer(place)
+        encoder = Encoder(tokenizer, recipe.model.template, recipe.model.max_prompt_tokens, recipe.model.max_response_tokens,
+                          eos_ids_of(tokenizer, generation))
+        engines[name] = LocalEngine(SeparateRoles({"policy": model}, {}, []), encoder)
+    trained_at = recipe.ppo.temperature if recipe.ppo else 1.0
+    sampling = Sampling(trained_at if temperature is None else temperature, recipe.model.max_response_tokens)
+    return Chat(engines, sampling, recipe.seed, _examples(run))
+
+
+def _start(run: RunFolder, recipe: Recipe) -> Path:
+    if recipe.sft:
+        return run.stage("sft").model
+    return run.stage("base").model if recipe.model.path == "smollm2" else Path(recipe.model.path)
+
+
+def _is_model(place: Path) -> bool:
+    return (place / "config.json").is_file() or (not place.is_absolute() and str(place).count("/") == 1)
+
+
+def _examples(run: RunFolder, count: int = 3) -> list[str]:
+    file = run.stage("eval").samples
+    rows: list[dict[str, Any]] = list(read_lines(file)) if file.exists() else []
+    return [row["prompt"] for row in rows[:count]]

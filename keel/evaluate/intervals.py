@@ -1,0 +1,28 @@
+"""95 % intervals."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z = 1.959963984540054
+"""The normal quantile of 97.5 %."""
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a share seen in `count` trials [Wilson 1927; Brown, Cai, DasGupta 2001, eq. 4].
+
+    (0, 1) where count is 0. Ties counted as halves make `share * count` no whole number; the formula does not mind.
+    """
+    if count == 0:
+        return 0.0, 1.0
+    spread = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    centre, scale = share + Z * Z / (2 * count), 1 + Z * Z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Normal interval of a mean: mean +- 1.96 sd / sqrt(n), sd with n - 1; the mean itself for one value."""
+    x = np.asarray(values, dtype=np.float64)
+    half = Z * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0
+    return float(x.mean()) - half, float(x.mean()) + half

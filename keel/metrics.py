@@ -1,0 +1,72 @@
+"""The registry of metrics: name, unit, how values of one step are reduced, healthy range, and what it means.
+
+Every number that a stage writes to metrics.jsonl stands here; the log refuses others. No torch: readers of run folders
+import this.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    unit: what 1.0 means. reduction: how parts of one step become its value. healthy: the range of a run that goes well,
+    null where there is none. meaning: one line for a person.
+    """
+
+    name: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+    healthy: tuple[float, float] | None = None
+
+
+_ALL = [
+    Metric("loss", "nats", "mean", "loss per supervised token (sft) or per pair (reward)"),
+    Metric("heldout_loss", "nats", "last", "the same on rows kept back"),
+    Metric("accuracy", "share", "mean", "pairs in which the preferred response scores higher", (0.5, 1.0)),
+    Metric("heldout_accuracy", "share", "last", "the same on pairs kept back", (0.5, 1.0)),
+    Metric("margin", "score", "mean", "score of the preferred response minus the other's"),
+    Metric("grad_norm", "1", "mean", "norm of the gradient before it is clipped"),
+    Metric("learning_rate", "1", "last", "learning rate of the step"),
+    Metric("tokens", "tokens", "sum", "tokens that carried loss"),
+    Metric("seconds", "s", "sum", "wall time of the step"),
+    Metric("score", "reward", "mean", "reward per response before the KL penalty"),
+    Metric("score_sd", "reward", "last", "its standard deviation over the batch"),
+    Metric("gold", "gold", "mean", "the sandbox's exact reward of the rollouts; training never sees it"),
+    Metric("kl_per_response", "nats", "mean", "log-ratio to the reference summed over a response", (0.0, 20.0)),
+    Metric("kl_per_token", "nats", "mean", "log-ratio to the reference per response token"),
+    Metric("kl_coefficient", "reward/nat", "last", "weight of the KL penalty in this step's rewards"),
+    Metric("entropy", "nats", "mean", "entropy of the policy per response token"),
+    Metric("length", "tokens", "mean", "tokens per response, end token included"),
+    Metric("eos_rate", "share", "mean", "responses that ended by themselves", (0.9, 1.0)),
+    Metric("dropped", "responses", "sum", "truncated responses left out of the update"),
+    Metric("explained_variance", "share", "last", "share of the variance of returns that the critic foresaw", (0.0, 1.0)),
+    Metric("policy_loss", "1", "mean", "clipped surrogate loss per token"),
+    Metric("value_loss", "reward^2", "mean", "half squared error of the value per token"),
+    Metric("clip_fraction", "share", "mean", "tokens whose ratio was clipped", (0.0, 0.3)),
+    Metric("approx_kl", "nats", "mean", "k3 estimate of the KL from the rollout policy, per token", (0.0, 0.1)),
+    Metric("first_log_ratio", "nats", "max", "largest |log ratio| in the first minibatch; 0 but for rounding", (0.0, 1e-4)),
+    Metric("sampler_mismatch", "nats", "max", "largest |trainer - sampler| log-probability of a sampled token"),
+    Metric("policy_grad_norm", "1", "mean", "norm of the policy's gradient before it is clipped"),
+    Metric("critic_grad_norm", "1", "mean", "norm of the critic's gradient before it is clipped"),
+    Metric("return_mean", "reward", "mean", "mean return per token"),
+    Metric("warming", "0/1", "last", "1 while only the critic learns"),
+    Metric("distinct", "share", "last", "distinct responses among those of the step"),
+    Metric("seconds_generate", "s", "sum", "wall time of sampling"),
+    Metric("seconds_score", "s", "sum", "wall time of scoring"),
+    Metric("seconds_experience", "s", "sum", "wall time of log-probabilities and values"),
+    Metric("seconds_update", "s", "sum", "wall time of gradient steps"),
+]
+
+REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+def check(names: set[str]) -> None:
+    """Asserts that every name is registered; an unregistered one is our own fault, not the user's."""
+    unknown = names - REGISTRY.keys() - {"step"}
+    assert not unknown, f"metrics without an entry in the registry: {sorted(unknown)}"

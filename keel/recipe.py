@@ -1,0 +1,148 @@
+"""Recipes: YAML files checked against the config tree, changed by flags, and the schedule that follows from them.
+
+No torch here: a recipe is shown or refused at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import tyro
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from keel.config import Recipe
+from keel.errors import ConfigError
+
+REFUSED = {
+    "top_p": "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution",
+    "top_k": "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution",
+    "min_new_tokens": "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative",
+    "repetition_penalty": "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative",
+    "dropout": "dropout is off in every role, so that the ratio is exactly 1 before the first step",
+}
+"""Keys that people bring from elsewhere and that Keel does not have, with the reason."""
+
+
+def load(path: str | Path, flags: list[str] | None = None) -> Recipe:
+    """Reads a recipe, applies flags such as `--ppo.policy.clip 0.1`, and fills in what follows from other fields.
+
+    Raises:
+        ConfigError: the file is missing, no YAML, or has an unknown key (the nearest is named), a wrong value or a
+            setting that would do nothing. Flags that are wrong end the process with exit code 2, as tyro does.
+    """
+    recipe = parse(_read_yaml(Path(path)), where=str(path))
+    if flags:
+        recipe = tyro.cli(tyro.conf.AvoidSubcommands[Recipe], default=recipe, args=flags, prog=f"keel run {path}")
+    return recipe.resolved()
+
+
+def parse(tree: Any, where: str = "") -> Recipe:
+    """Checks a tree of plain values. Raises ConfigError with every fault found, each with its key."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"a recipe is a mapping of settings, this is {type(tree).__name__}", where=where)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        known = sorted(str(p) for p in Path("recipes").glob("*.yaml"))
+        hint = f"recipes here: {', '.join(known)}" if known else "give the path of a .yaml file"
+        raise ConfigError("there is no such recipe", where=str(path), remedy=hint) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe cannot be read: {error}", where=str(path)) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the recipe is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    lines, remedies = [], []
+    for fault in error.errors(include_url=False):
+        keys = [str(key) for key in fault["loc"]]
+        place = ".".join(keys) or "recipe"
+        if fault["type"] == "extra_forbidden":
+            lines.append(f"{place}: there is no such setting")
+            remedies.append(_remedy(keys))
+        elif fault["type"] == "missing":
+            lines.append(f"{place}: this setting is needed")
+            remedies.append(f"add {place}")
+        else:
+            lines.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
+    return ConfigError("\n".join(lines), where=where, remedy="; ".join(r for r in remedies if r))
+
+
+def _remedy(keys: list[str]) -> str:
+    key = keys[-1]
+    if key in REFUSED:
+        return f"remove {key}: {REFUSED[key]}"
+    known = fields_at(keys[:-1])
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"settings there: {', '.join(known)}"
+
+
+def fields_at(keys: list[str]) -> list[str]:
+    """Names of the settings below a path of keys, such as ["ppo", "policy"]."""
+    section: type[BaseModel] | None = Recipe
+    for key in keys:
+        field = section.model_fields.get(key) if section else None
+        section = _section_of(field.annotation) if field else None
+    return list(section.model_fields) if section else []
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole tree as YAML, in the order of the config."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def schedule(recipe: Recipe) -> list[tuple[str, str]]:
+    """What will happen, as (stage, sentence): counts of prompts, rollouts, minibatches and optimizer steps."""
+    rows: list[tuple[str, str]] = []
+    world = recipe.sandbox
+    if world:
+        rows.append(("sandbox", f"{world.pretrain_steps} optimizer steps of {world.pretrain_batch} transcripts"))
+    if recipe.sft:
+        rows.append(("sft", _passes(recipe.sft.epochs, recipe.sft.batch, world.prompts if world else None,
+                                    recipe.sft.held_out, "demonstrations")))
+    if recipe.reward:
+        reward = recipe.reward
+        pairs = None
+        if world and reward.prompts and reward.responses_per_prompt:
+            k = reward.responses_per_prompt
+            pairs = reward.prompts * k * (k - 1) // 2
+            rows.append(("reward", f"{reward.prompts} prompts x {k} replies ranked: up to {pairs} pairs"))
+        rows.append(("reward", _passes(reward.epochs, reward.batch, pairs, reward.held_out, "pairs", reward.max_pairs)))
+    if recipe.ppo:
+        ppo = recipe.ppo
+        steps = ppo.updates * ppo.epochs * ppo.minibatches
+        rows.append(("ppo", f"{ppo.updates} updates x {ppo.rollouts} rollouts ({ppo.rollouts // ppo.responses_per_prompt} "
+                            f"prompts x {ppo.responses_per_prompt}) = {ppo.updates * ppo.rollouts} rollouts"))
+        rows.append(("ppo", f"each update: {ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of about "
+                            f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all, the policy's first ones "
+                            f"held back while the critic warms up (at most {ppo.critic.warmup_cap} updates)"))
+    if recipe.eval:
+        rows.append(("eval", f"{recipe.eval.prompts} held-out prompts, one response before and one after"))
+    return rows
+
+
+def _passes(epochs: int, batch: int, rows: int | None, held_out: int, what: str, most: int | None = None) -> str:
+    if rows is None:
+        limit = f"at most {most} {what}" if most else f"all {what} in the data"
+        return f"{epochs} pass(es) over {limit}, less {held_out} held out, {batch} a step"
+    used = max(0, rows - held_out)
+    used = min(used, most) if most else used
+    steps = -(-used * epochs // batch)
+    return f"{epochs} pass(es) over up to {used} {what} ({held_out} held out), {batch} a step = {steps} optimizer steps"

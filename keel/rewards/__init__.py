@@ -1,0 +1,1 @@
+"""Rewards: what scores a response, a learned model or a function."""

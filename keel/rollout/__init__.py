@@ -1,0 +1,1 @@
+"""Rollouts: sampling responses from the policy."""

@@ -1,0 +1,110 @@
+"""The in-process sampler: the policy's own weights, a cache written in place, finished rows leave the batch."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from keel.data.encode import Encoder
+from keel.models.loading import unembedding
+from keel.models.roles import Role, Roles
+from keel.rollout.cache import growing_cache, select_rows
+from keel.rollout.engine import Sampling
+from keel.rollout.noise import sample_keys, uniforms
+from keel.types import Finish, Prompt, Rollouts
+
+COMPACT_BELOW = 0.75
+"""Finished rows leave the batch when fewer than this share of its rows is still running: each leaving copies the cache."""
+
+
+class LocalEngine:
+    """Samples from one role's weights as they are at that moment: there is nothing to synchronise."""
+
+    def __init__(self, roles: Roles, encoder: Encoder, role: Role = "policy"):
+        self.roles, self.encoder, self.role = roles, encoder, role
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, step: int, version: int = 0,
+                 progress: Callable[[int], None] | None = None) -> Rollouts:
+        """See `engine.Engine`."""
+        prompt_ids = [self.encoder.prompt_ids(prompt) for prompt in prompts]
+        keys = sample_keys(seed, step, np.arange(len(prompts)))
+        ids_BT = torch.zeros(len(prompts), sampling.max_tokens, dtype=torch.long)
+        logprobs_BT = torch.zeros(len(prompts), sampling.max_tokens)
+        lengths_B = torch.zeros(len(prompts), dtype=torch.long)
+        stopped_B = torch.zeros(len(prompts), dtype=torch.bool)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
+        for start in range(0, len(order), sampling.rows):
+            rows = order[start : start + sampling.rows]
+            out = self._decode([prompt_ids[i] for i in rows], keys[rows], sampling)
+            ids_BT[rows], logprobs_BT[rows], lengths_B[rows], stopped_B[rows] = out
+            if progress:
+                progress(min(start + len(rows), len(order)))
+        width = max(1, int(lengths_B.max()))
+        mask_BT = torch.arange(width) < lengths_B[:, None]
+        finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_B.tolist()]
+        texts = [self.encoder.decode(row[:n]) for row, n in zip(ids_BT.tolist(), lengths_B.tolist(), strict=True)]
+        return Rollouts(list(prompts), prompt_ids, ids_BT[:, :width].clone(), mask_BT, logprobs_BT[:, :width].clone(),
+                        finish, texts, version)
+
+    def _decode(self, prompt_ids: list[tuple[int, ...]], keys: np.ndarray, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model, device = self.roles.model(self.role), self.roles.device
+        rows, most, width = len(prompt_ids), sampling.max_tokens, max(map(len, prompt_ids))
+        ids_BT = torch.zeros(rows, most, dtype=torch.long)
+        logprobs_BT, lengths_B = torch.zeros(rows, most), torch.full((rows,), most)
+        stopped_B = torch.zeros(rows, dtype=torch.bool)
+        eos = torch.tensor(self.encoder.eos_ids)
+        ids_BS, seen_BS = _left_padded(prompt_ids, width, width + most, self.encoder.pad_id)
+        ids_BS, seen_BS = ids_BS.to(device), seen_BS.to(device)
+        places_BS = (seen_BS[:, :width].long().cumsum(1) - 1).clamp_min(0)
+        cache = growing_cache(model.config, width + most)
+        running = torch.arange(rows)
+        weight_VH, bias_V = unembedding(model)
+        for t in range(most):
+            hidden = model.base_model(input_ids=ids_BS, attention_mask=seen_BS[:, : width + t], position_ids=places_BS,
+                                      cache=cache, use_cache=True).last_hidden_state[:, -1]
+            tokens, logprobs = _choose(linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t))
+            tokens, logprobs = tokens.cpu(), logprobs.cpu()
+            ids_BT[running, t], logprobs_BT[running, t] = tokens, logprobs
+            ended = torch.isin(tokens, eos) & ~stopped_B[running]
+            lengths_B[running[ended]] = t + 1
+            stopped_B[running[ended]] = True
+            # An ended row that has not left yet decodes on; what it writes is cut by its length.
+            alive = ~stopped_B[running]
+            if not alive.any():
+                break
+            if alive.float().mean() < COMPACT_BELOW:
+                keep = alive.nonzero().squeeze(1)
+                running, tokens, kept = running[keep], tokens[keep], keep.to(device)
+                seen_BS, places_BS = seen_BS[kept], places_BS[kept]
+                select_rows(cache, kept)
+            ids_BS, places_BS = tokens[:, None].to(device), places_BS[:, -1:] + 1
+        inside = torch.arange(most) < lengths_B[:, None]
+        return ids_BT * inside, logprobs_BT * inside, lengths_B, stopped_B
+
+
+def _left_padded(prompt_ids: list[tuple[int, ...]], width: int, total: int, pad_id: int) -> tuple[Tensor, Tensor]:
+    ids = torch.full((len(prompt_ids), width), pad_id)
+    seen = torch.ones(len(prompt_ids), total, dtype=torch.bool)
+    for row, prompt in enumerate(prompt_ids):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        seen[row, : width - len(prompt)] = False
+    return ids, seen
+
+
+def _choose(logits_BV: Tensor, temperature: float, noise_B: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Draws by inverting the cumulative distribution at one uniform number a row; returns tokens and log-probabilities.
+
+    The sums run in float64, so that rare tokens at the end of a large vocabulary keep their share.
+    """
+    if temperature == 0:
+        logprobs_BV = torch.log_softmax(logits_BV.float(), -1)
+        tokens_B = logprobs_BV.argmax(-1)
+    else:
+        logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, -1)
+        cumulative_BV = logprobs_BV.exp().double().cumsum(-1)
+        target_B1 = torch.from_numpy(noise_B).to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
+        tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_max(logits_BV.shape[-1] - 1)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)

@@ -1,0 +1,145 @@
+"""A whole run: stages in order, each skipped when it is finished and its inputs are the same, resumed when it is half done."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel import metrics as registry
+from keel.config import Recipe
+from keel.data.formats import read_preferences
+from keel.errors import RunError
+from keel.models.loading import file_hash, pick_device, smollm2_source, unpack_smollm2
+from keel.rewards.functions import source_hash
+from keel.runs.console import Console
+from keel.runs.folder import RunFolder, StageFolder
+from keel.runs.interrupt import Interrupt
+from keel.train import stages, world
+from keel.train.assess import eval_stage
+from keel.train.context import Run
+from keel.train.summary import draw, summarise
+
+STAGES = ("base", "sft", "reward", "ppo", "eval")
+UNIMPORTANT = {"checkpoint_every", "shown"}
+"""Settings that change no result: a stage made with another value is the same stage."""
+
+
+def run_recipe(recipe: Recipe, console: Console, command: str, only: str | None = None, overwrite: bool = False) -> Path:
+    """Runs the recipe's stages (or one of them, on what is there) and returns the run folder.
+
+    Raises:
+        KeelError: with what is wrong, where and the remedy; what was there stays there.
+    """
+    torch.set_num_threads(recipe.threads or 1)
+    with RunFolder.open(recipe.root, recipe.name) as folder, Interrupt(lambda: console.line(
+            "finishing this step and saving; once more to stop at once", "yellow")) as interrupt:
+        run = Run(recipe, folder, console, interrupt, pick_device(recipe.model.device), command)
+        pipeline = Pipeline(run, only, overwrite)
+        pipeline.go()
+        return folder.path
+
+
+class Pipeline:
+    """Stages of one run. Fingerprints chain: each holds those of the stages that it builds on."""
+
+    def __init__(self, run: Run, only: str | None, overwrite: bool):
+        self.run, self.recipe, self.only, self.overwrite = run, run.recipe, only, overwrite
+        self.fingerprints: dict[str, str] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def go(self) -> None:
+        """All stages of the recipe, or the one that was asked for; then the summary, when there is an evaluation."""
+        recipe = self.recipe
+        base, data = self._base(), self.run.folder.stage("base").path
+        start: Path | str = base
+        if recipe.sft:
+            read = stages.read_stage_demonstrations(recipe.sft.data, data)
+            start = self._stage("sft", {"data": read.sha256}, lambda s: stages.sft_stage(self.run, s, base, read, data))
+        reward_folder = None
+        if recipe.reward and self._reaches("reward"):
+            pairs = read_preferences(recipe.reward.data.path, recipe.reward.data.columns) if recipe.reward.data else None
+            reward_folder = self._stage("reward", {"data": pairs.sha256 if pairs else "sandbox"},
+                                        lambda s: stages.reward_stage(self.run, s, start, pairs, data))
+        if recipe.ppo and self._reaches("ppo"):
+            train, held_out, counts = stages.read_stage_prompts(recipe, data)
+            inputs = {"data": counts["sha256"], "held_out": len(held_out)}
+            if recipe.ppo.reward != "model":
+                inputs["reward_function"] = source_hash(recipe.ppo.reward)
+            policy = self._stage("ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, train))
+            self._picture()
+            if recipe.eval and self._reaches("eval"):
+                self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
+                summarise(self.run, self.results)
+        self._manifest()
+
+    def _reaches(self, name: str) -> bool:
+        return self.only is None or STAGES.index(name) <= STAGES.index(self.only)
+
+    def _base(self) -> Path | str:
+        recipe = self.recipe
+        if recipe.sandbox:
+            return self._stage("base", {}, lambda s: world.build_base(self.run, s))
+        if recipe.model.path == "smollm2":
+            source = smollm2_source()
+
+            def unpack(stage: StageFolder) -> dict[str, Any]:
+                self.run.console.line("unpacking SmolLM2-135M-Instruct")
+                unpack_smollm2(stage.model, recipe.model.dtype)
+                return {}
+
+            return self._stage("base", {"source": hashlib.sha256(source.read_bytes()).hexdigest()}, unpack)
+        self.fingerprints["base"] = file_hash(recipe.model.path)
+        return recipe.model.path
+
+    def _stage(self, name: str, inputs: Mapping[str, Any], work: Callable[[StageFolder], dict[str, Any]]) -> Path:
+        parts = {**self._settings(name), **inputs, **{f"stage {n}": f for n, f in self.fingerprints.items()}}
+        fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        self.fingerprints[name] = fingerprint
+        stage, console = self.run.folder.stage(name), self.run.console
+        if self.only not in (None, name) and name != "base" and (not stage.path.exists() or stage.finished(fingerprint) is None):
+            raise RunError(f"the stage {self.only!r} needs the stage {name!r}, which is not finished with these settings",
+                           where=str(stage.path), remedy="run the whole recipe with `keel run`, or that stage first")
+        state = stage.check(fingerprint, parts, self.overwrite and self.only in (None, name))
+        result = stage.finished(fingerprint) if state == "finished" else None
+        if result is None:
+            console.rule(name)
+            self._manifest()
+            began = time.monotonic()
+            result = work(stage)
+            result["seconds"] = time.monotonic() - began
+            stage.finish(fingerprint, parts, result)
+        else:
+            console.line(f"{name}: already done, inputs unchanged", "dim")
+        self.results[name] = result
+        return stage.model
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        tree = self.recipe.model_dump(mode="json")
+        section = {"base": "sandbox"}.get(name, name)
+        chosen = {"seed": tree["seed"], "model": {k: v for k, v in tree["model"].items() if k != "device"}, section: tree[section]}
+        return {key: value for key, value in flat(chosen).items() if key.rpartition(".")[2] not in UNIMPORTANT}
+
+    def _manifest(self) -> None:
+        self.run.folder.write_manifest({
+            "recipe": self.recipe.model_dump(mode="json"), "fingerprints": self.fingerprints, "command": self.run.command,
+            "metrics": {m.name: {"unit": m.unit, "meaning": m.meaning, "healthy": m.healthy} for m in registry.REGISTRY.values()},
+        })
+
+    def _picture(self) -> None:
+        draw(self.run, self.results.get("base", {}).get("gold_best"))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+

@@ -1,0 +1,40 @@
+"""Supervised fine-tuning: the loss is over response tokens only, their end token included."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from keel.algo.masking import masked_sum
+from keel.data.encode import micro_batches, pad_sequences
+from keel.models.roles import Role, Roles, logprobs_BT, micro_logprobs
+from keel.types import TokenSequence
+
+
+def token_loss(roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
+               ) -> Callable[[list[int]], dict[str, float]]:
+    """A step for `supervised.fit`: cross entropy summed over the response tokens of the batch, divided by their number.
+
+    The denominator is counted over the whole batch before any backward pass, so that the split into micro-batches
+    changes nothing.
+    """
+
+    def step(rows: list[int]) -> dict[str, float]:
+        tokens = sum(len(sequences[i].response_ids) for i in rows)
+        total = 0.0
+        for part in micro_batches([len(sequences[i]) for i in rows], micro_tokens):
+            ids_BS, mask_BS, _ = pad_sequences([sequences[rows[i]] for i in part], pad_id)
+            logprobs_N, _ = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), 1.0)
+            loss = -masked_sum(logprobs_N, torch.ones_like(logprobs_N, dtype=torch.bool)) / tokens
+            loss.backward()
+            total += loss.item()
+        return {"loss": total, "tokens": tokens}
+
+    return step
+
+
+def mean_loss(roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> dict[str, float]:
+    """The same loss over all response tokens of the sequences, without gradient, as `heldout_loss`."""
+    if not sequences:
+        return {}
+    logprobs, _ = logprobs_BT(roles, role, sequences, 1.0, pad_id, micro_tokens)
+    return {"heldout_loss": -logprobs.sum().item() / sum(len(s.response_ids) for s in sequences)}

@@ -1,0 +1,58 @@
+"""The loop of supervised stages (pretraining in the sandbox, SFT, reward model): batches by seed, one loss, one optimizer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keel.data.stream import batch_rows
+from keel.models.roles import Role, Roles
+from keel.runs.folder import StageFolder
+from keel.train.context import Run, Session
+from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving."""
+
+    steps: int
+    batch: int
+    learning_rate: float
+    warmup: float
+    max_grad_norm: float
+    checkpoint_every: int
+
+
+def steps_for(rows: int, batch: int, epochs: int) -> int:
+    """Optimizer steps of so many passes, the tail trained."""
+    return -(-rows * epochs // batch)
+
+
+def fit(run: Run, stage: StageFolder, title: str, roles: Roles, role: Role, rows: int, plan: Plan,
+        step_loss: Callable[[list[int]], dict[str, float]], held_out: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Trains one role and returns the held-out numbers at the end.
+
+    step_loss: given row numbers, adds the gradient of their mean loss and returns metrics.
+    held_out: the numbers on rows kept back; called at every checkpoint and at the end.
+    Goes on from the newest checkpoint. Raises Interrupted, NumberError, RunError; DataError where batch > rows.
+    """
+    optimizer = make_optimizer(roles.parameters(role).values())
+    session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every)
+    numbers: dict[str, float] = {}
+    with run.console.task(title, plan.steps) as task:
+        while session.step < plan.steps:
+            began = time.monotonic()
+            rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup)
+            set_rate(optimizer, rate)
+            values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed))
+            norm = guarded_step(optimizer, plan.max_grad_norm, f"{stage.path.name}, step {session.step + 1}")
+            session.step += 1
+            last = session.step == plan.steps
+            if last or session.step % plan.checkpoint_every == 0:
+                numbers = held_out()
+            session.log({**values, "grad_norm": norm, "learning_rate": rate, "seconds": time.monotonic() - began,
+                         **(numbers if last or session.step % plan.checkpoint_every == 0 else {})})
+            task.update(session.step, **values, **numbers)
+            session.end_step(last)
+    session.close()
+    return numbers or held_out()

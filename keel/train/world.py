@@ -1,0 +1,117 @@
+"""The sandbox's part of a run: its files, its base model, and preferences that annotators give to the SFT model's samples."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keel import sandbox
+from keel.config import Recipe
+from keel.models.roles import Roles
+from keel.models.separate import SeparateRoles
+from keel.rewards.functions import FunctionReward
+from keel.rollout.engine import Sampling
+from keel.rollout.local import LocalEngine
+from keel.runs.files import replacing
+from keel.runs.folder import StageFolder
+from keel.train.context import Run
+from keel.train.sft import mean_loss, token_loss
+from keel.train.supervised import Plan, fit
+from keel.types import Prompt, TokenSequence
+
+DEMONSTRATIONS, PROMPTS, HELD_OUT, PREFERENCES = "demonstrations.jsonl", "prompts.jsonl", "heldout.jsonl", "preferences.jsonl"
+GOLD = "keel.sandbox.gold:gold"
+PRETRAIN_MICRO_TOKENS = 8192
+PRETRAIN_HELD_OUT = 64
+COLLECT_STEP = 1 << 40
+"""Sampling step of the replies that annotators rank; far from PPO's own steps, so that no noise is shared."""
+
+
+def gold_reward() -> FunctionReward:
+    """The exact reward of the sandbox, as a reward function."""
+    return FunctionReward(sandbox.gold, GOLD)
+
+
+def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
+    """Writes the world's files, then trains its tokenizer and its base model from scratch on every token of transcripts.
+
+    Transcripts are of mixed quality, as the demonstrations are; held-out combinations are in neither.
+    """
+    recipe, world = run.recipe, run.recipe.sandbox
+    assert world is not None
+    with run.console.task("writing the sandbox", 3, unit="part") as task:
+        train = sandbox.requests(recipe.seed, max(world.prompts, world.pretrain_rows), "train")
+        prompts, held_out = train[: world.prompts], sandbox.requests(recipe.seed, world.heldout_prompts, "heldout")
+        rng = random.Random(f"demonstrations|{recipe.seed}")
+        replies = [sandbox.demonstration(request, rng) for request in train]
+        task.update(1)
+        write_lines(stage.path / DEMONSTRATIONS,
+                    ({"prompt": r.text, "completion": reply} for r, reply in zip(prompts, replies, strict=False)))
+        for name, some in ((PROMPTS, prompts), (HELD_OUT, held_out)):
+            write_lines(stage.path / name, ({"prompt": r.text, **r.columns()} for r in some))
+        task.update(2)
+        texts = itertools.chain.from_iterable((r.text, reply) for r, reply in zip(train, replies, strict=True))
+        tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
+        task.update(3)
+    model = sandbox.build_model(
+        vocab_size=len(tokenizer), hidden=world.hidden, layers=world.layers, heads=world.heads, intermediate=3 * world.hidden,
+        seed=recipe.seed, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ).to(run.device)
+    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train, replies, strict=True)][: world.pretrain_rows]
+    held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
+    roles = SeparateRoles({"policy": model}, {}, ["policy"])
+    plan = Plan(world.pretrain_steps, world.pretrain_batch, world.pretrain_learning_rate, 0.05, 1.0, world.pretrain_steps)
+    numbers = fit(run, stage, "pretraining the base model", roles, "policy", len(rows), plan,
+                  token_loss(roles, "policy", rows, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
+                  lambda: mean_loss(roles, "policy", held, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS))
+    roles.export("policy", stage.model)
+    tokenizer.save_pretrained(stage.model)
+    ideal = [sandbox.gold_score(r, sandbox.ideal_reply(r, rng)).total for r in held_out]
+    return {**numbers, "parameters": model.num_parameters(), "vocabulary": len(tokenizer), "gold_best": float(np.mean(ideal))}
+
+
+def _transcript(tokenizer: Any, prompt: str, reply: str) -> TokenSequence:
+    """Everything after the first token carries loss."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}], tokenize=False)
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return TokenSequence(ids[:1], ids[1:])
+
+
+def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Any, prompts: list[Prompt]) -> Path:
+    """Samples K replies per prompt from the reference, has annotators rank them, and writes every pair of each ranking.
+
+    Identical replies make no pair. Rows carry the gold of both replies, for measuring the ceiling; training drops it.
+    """
+    recipe, settings = run.recipe, run.recipe.reward
+    assert settings and recipe.sandbox and settings.prompts and settings.responses_per_prompt
+    file, each = stage.path / PREFERENCES, settings.responses_per_prompt
+    if file.exists():
+        return file
+    asked = [prompt for prompt in prompts[: settings.prompts] for _ in range(each)]
+    with run.console.task("sampling replies for the annotators", len(asked), unit="reply") as task:
+        rollouts = LocalEngine(roles, encoder, "reference").generate(
+            asked, Sampling(1.0, recipe.model.max_response_tokens), seed=recipe.seed, step=COLLECT_STEP, progress=task.update)
+    golds = gold_reward().score(rollouts).tolist()
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([recipe.seed, COLLECT_STEP])))
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(asked), each):
+        order = [start + i for i in sandbox.rank(golds[start : start + each], recipe.sandbox.annotator_temperature, rng)]
+        rows += [
+            {"prompt": asked[start].text, "chosen": rollouts.texts[a], "rejected": rollouts.texts[b],
+             "gold_chosen": golds[a], "gold_rejected": golds[b]}
+            for a, b in itertools.combinations(order, 2) if rollouts.texts[a] != rollouts.texts[b]
+        ]
+    write_lines(file, rows)
+    return file
+
+
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object a line, all at once or not at all."""
+    with replacing(file) as handle:
+        for row in rows:
+            handle.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

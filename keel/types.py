@@ -1,0 +1,142 @@
+"""The records and batches that travel between Keel's parts, and the legend of axis suffixes.
+
+Axes (a tensor's name ends in them, in order):
+
+    B responses      T response tokens      S sequence tokens (prompt + response)      N tokens of a packed micro-batch
+    V vocabulary     H hidden width         P prompts                                  G responses per prompt
+
+Everything over T is right-padded: column t of row b is the t-th token of response b, whatever the prompt's length.
+`response_mask_BT` is True on the response's own tokens (EOS included), False on padding.
+
+A worked example, two prompts with one response each, EOS = 2, padding = 0:
+
+    prompt_ids            [[5, 6, 7], [5, 8]]
+    response_ids_BT       [[11, 12, 2], [13, 14, 15]]     row 0 ended by itself, row 1 ran into the limit of 3 tokens
+    response_mask_BT      [[1, 1, 1], [1, 1, 1]]
+    finish                ["stop", "length"]
+    sequence of row 0     5 6 7 11 12 2                   the log-prob of token 11 comes from the hidden state at token 7
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Finish = Literal["stop", "length"]
+"""Why a response ended: the model chose an end token, or it ran into the limit."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the policy answers.
+
+    messages: chat turns, each {"role", "content"}, the last one not from the assistant.
+    columns: the row's other columns, given to reward functions untouched.
+    source: "file:line" or another place that a person can look up.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    columns: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def text(self) -> str:
+        """The content of the last message."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and a reply to imitate."""
+
+    prompt: Prompt
+    response: str
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two replies to one prompt, of which people preferred the first."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Token ids of one prompt with one response (end token included where there is one)."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class Rollouts:
+    """Responses sampled from the policy. See the example above for the layout.
+
+    sampler_logprobs_BT: float32 log-probabilities as the sampler saw them, at the sampling temperature.
+    texts: responses decoded without special tokens.
+    version: the number of policy updates behind the weights that made them.
+    """
+
+    prompts: list[Prompt]
+    prompt_ids: list[tuple[int, ...]]
+    response_ids_BT: Tensor
+    response_mask_BT: Tensor
+    sampler_logprobs_BT: Tensor
+    finish: list[Finish]
+    texts: list[str]
+    version: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Tokens per response, end token included (int64)."""
+        return self.response_mask_BT.sum(1)
+
+    def sequences(self) -> list["TokenSequence"]:
+        """Each row as ids of prompt and response."""
+        lengths = self.lengths_B.tolist()
+        rows = self.response_ids_BT.tolist()
+        return [TokenSequence(p, tuple(r[:n])) for p, r, n in zip(self.prompt_ids, rows, lengths, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> "Rollouts":
+        """The given rows, in that order, with T as it was."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return Rollouts(
+            [self.prompts[i] for i in rows],
+            [self.prompt_ids[i] for i in rows],
+            self.response_ids_BT[index],
+            self.response_mask_BT[index],
+            self.sampler_logprobs_BT[index],
+            [self.finish[i] for i in rows],
+            [self.texts[i] for i in rows],
+            self.version,
+        )
+
+
+@dataclass
+class Experience:
+    """Rollouts with all that an update needs; every tensor float32 and detached.
+
+    scores_B: the reward of each response, before KL.
+    policy_logprobs_BT: the trainer's own log-probabilities before the update (the denominator of the ratio).
+    values_BT, returns_BT: the critic's predictions before the update, and what it is trained towards.
+    """
+
+    rollouts: Rollouts
+    scores_B: Tensor
+    policy_logprobs_BT: Tensor
+    reference_logprobs_BT: Tensor
+    values_BT: Tensor
+    kl_BT: Tensor
+    rewards_BT: Tensor
+    advantages_BT: Tensor
+    returns_BT: Tensor

@@ -1,0 +1,57 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.algo.masking import masked_mean, masked_sum, masked_whiten
+
+X = torch.tensor([[1.0, 2.0, float("nan")], [5.0, float("inf"), 100.0]])
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+def test_sum_and_mean_by_hand():
+    assert masked_sum(X, MASK) == 8.0
+    assert masked_mean(X, MASK, None) == pytest.approx(8 / 3)
+    assert masked_mean(X, MASK, 4.0) == 2.0
+    assert masked_mean(X, MASK, torch.tensor(16)) == 0.5
+
+
+def test_whiten_by_hand():
+    # 1, 2, 6: mean 3, deviations -2, -1, 3, unbiased variance 14 / 2 = 7
+    x = torch.tensor([[1.0, 2.0, float("nan")], [6.0, float("inf"), 100.0]])
+    expected = torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]]) / 7**0.5
+    torch.testing.assert_close(masked_whiten(x, MASK), expected)
+    torch.testing.assert_close(masked_whiten(x, MASK, keep_mean=True), torch.where(MASK, expected + 3.0, 0.0))
+
+
+def test_empty_and_single_masks_are_finite():
+    empty, single = torch.zeros_like(MASK), torch.zeros_like(MASK)
+    single[1, 0] = True
+    assert masked_sum(X, empty) == 0 and masked_mean(X, empty, None) == 0
+    assert torch.equal(masked_whiten(X, empty), torch.zeros(2, 3))
+    assert torch.equal(masked_whiten(X, single), torch.zeros(2, 3))
+    assert masked_whiten(X, single, keep_mean=True)[1, 0] == 5.0
+
+
+@given(st.integers(0, 2**31), st.floats(-10, 10), st.floats(0.1, 100))
+def test_whitened_has_mean_0_and_sd_1_over_exactly_the_mask(make_batch, spoil, seed, shift, scale):
+    batch = make_batch(seed)
+    x = batch.values.double() * scale + shift  # float64, where a mean far larger than the spread costs no digits
+    white = masked_whiten(spoil(x, batch.mask), batch.mask, eps=0.0)
+    assert white[batch.mask].mean().item() == pytest.approx(0, abs=1e-9)
+    assert white[batch.mask].std().item() == pytest.approx(1, abs=1e-9)
+    assert torch.equal(white != 0, batch.mask)
+    kept = masked_whiten(batch.values, batch.mask, keep_mean=True)
+    assert kept[batch.mask].mean().item() == pytest.approx(batch.values[batch.mask].mean().item(), abs=1e-5)
+
+
+def test_gradient_ignores_what_is_outside():
+    x = X.clone().requires_grad_()
+    masked_mean(x, MASK, 2.0).backward()
+    assert x.grad is not None and torch.equal(x.grad, MASK / 2)
+
+
+def test_parts_with_the_same_denominator_add_up(make_batch):
+    batch = make_batch(3)
+    parts = sum(masked_mean(batch.values[i : i + 2], batch.mask[i : i + 2], batch.mask.sum()) for i in (0, 2, 4))
+    torch.testing.assert_close(parts, masked_mean(batch.values, batch.mask, None))

@@ -1,0 +1,35 @@
+"""What all tests share: fixed seeds, two threads, and where the optional folder of outside data is."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--peer-numbers",
+        type=Path,
+        default=SHARED / "peer_numbers",
+        metavar="FOLDER",
+        help="numbers computed by other libraries, for tests/golden (default: ../shared/peer_numbers)",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of outside data beside the repository; tests that need it are skipped where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip("no folder ../shared beside the repository")
+    return SHARED

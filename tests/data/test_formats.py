@@ -1,0 +1,506 @@
+"""Every shape and every bad input by hand, then the real files beside the repository with their exact counts."""
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.data.formats import read_demonstrations, read_preferences, read_prompts
+from keel.errors import DataError
+from keel.types import Demonstration, PreferencePair, Prompt
+
+Write = Callable[..., str]
+READERS = [read_demonstrations, read_preferences, read_prompts]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes rows (JSONL or JSON by the name) or bytes, packed where the name says so, and gives the path."""
+
+    def writer(content: list[Any] | bytes, name: str = "rows.jsonl") -> str:
+        if isinstance(content, list):
+            text = json.dumps(content) if ".jsonl" not in name else "".join(json.dumps(row) + "\n" for row in content)
+            content = text.encode()
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        return str(path)
+
+    return writer
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+U, R = turn("user", "ask"), turn("assistant", "reply")
+EARLIER = [turn("system", "be kind"), turn("user", "hi"), turn("assistant", "hello"), U]
+
+
+def prompt(*turns: dict[str, str], source: str, **columns: Any) -> Prompt:
+    return Prompt(turns, columns, source)
+
+
+class TestDemonstrations:
+    @pytest.mark.parametrize(
+        ("row", "turns"),
+        [
+            ({"prompt": "ask", "completion": "reply"}, [U]),
+            ({"prompt": "ask", "response": "reply", "extra": 3}, [U]),
+            ({"prompt": EARLIER, "completion": [R]}, EARLIER),
+            ({"prompt": [U], "completion": R, "response": None}, [U]),
+            ({"messages": [*EARLIER, R], "label": True}, EARLIER),
+            ({"instruction": "ask", "output": "reply"}, [U]),
+            ({"instruction": "ask", "input": "", "output": "reply"}, [U]),
+            ({"instruction": "ask", "input": None, "output": "reply"}, [U]),
+            ({"instruction": "ask", "input": "this", "output": "reply"}, [turn("user", "ask\n\nthis")]),
+        ],
+    )
+    def test_shapes(self, write: Write, row, turns):
+        path = write([row])
+        assert read_demonstrations(path).records == [Demonstration(prompt(*turns, source=f"{path}:1"), "reply")]
+
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"prompt": "ask", "completion": " \n"}, "empty response"),
+            ({"prompt": " ", "completion": "reply"}, "empty prompt"),
+            ({"messages": [R]}, "empty prompt"),
+            ({"messages": [U]}, "last turn is not the assistant's"),
+            ({"messages": []}, "last turn is not the assistant's"),
+            ({"messages": [U, R, R]}, "prompt ends with the assistant's turn"),
+            ({"instruction": [], "input": "this", "output": "reply"}, "empty prompt"),
+        ],
+    )
+    def test_dropped_and_counted(self, write: Write, row, reason):
+        result = read_demonstrations(write([row, {"prompt": "ask", "completion": "reply"}, row]))
+        assert len(result.records) == 1
+        assert result.counts == {"read": 3, "kept": 1, "dropped": {reason: 2}, "repaired": {}}
+
+    def test_blanks_of_texts_stay(self, write: Write):
+        (record,) = read_demonstrations(write([{"prompt": " ask:\n", "completion": " reply \r\n"}])).records
+        assert (record.prompt.text, record.response) == (" ask:\n", " reply \r\n")
+
+
+class TestPreferences:
+    @pytest.mark.parametrize(
+        ("row", "turns"),
+        [
+            ({"prompt": "ask", "chosen": "good", "rejected": "bad"}, [U]),
+            ({"prompt": EARLIER, "chosen": turn("assistant", "good"), "rejected": [turn("assistant", "bad")]}, EARLIER),
+            (
+                {
+                    "conversations": [{"from": "system", "value": "be kind"}, {"from": "human", "value": "ask"}],
+                    "chosen": {"from": "gpt", "value": "good"},
+                    "rejected": {"from": "gpt", "value": "bad"},
+                },
+                [turn("system", "be kind"), U],
+            ),
+            (
+                {"chosen": [*EARLIER, turn("assistant", "good")], "rejected": [*EARLIER, turn("assistant", "bad")]},
+                EARLIER,
+            ),
+            (  # UltraFeedback: the prompt stands in both transcripts as well
+                {"prompt": "ask", "chosen": [U, turn("assistant", "good")], "rejected": [U, turn("assistant", "bad")]},
+                [U],
+            ),
+            (
+                {
+                    "chosen": "\n\nHuman: hi\n\nAssistant: hello\n\nHuman:  ask \n\nAssistant: good",
+                    "rejected": "\n\nHuman: hi\n\nAssistant: hello\n\nHuman:  ask \n\nAssistant: bad\n",
+                },
+                EARLIER[1:],
+            ),
+            (
+                {"instruction": "ask", "input": "it", "output_1": "good", "output_2": "bad", "preference": 1},
+                [turn("user", "ask\n\nit")],
+            ),
+        ],
+    )
+    def test_shapes(self, write: Write, row, turns):
+        path = write([row])
+        assert read_preferences(path).records == [PreferencePair(prompt(*turns, source=f"{path}:1"), "good", "bad")]
+
+    @pytest.mark.parametrize(
+        ("value", "chosen"), [(1, "x"), (1.0, "x"), ("1", "x"), ("1.0", "x"), (2, "y"), (2.0, "y"), (" 2.0 ", "y")]
+    )
+    def test_preference_of_any_type(self, write: Write, value, chosen):
+        path = write([{"instruction": "ask", "output_1": "x", "output_2": "y", "preference": value}])
+        (record,) = read_preferences(path).records
+        assert (record.chosen, record.rejected) == (chosen, "xy".replace(chosen, ""))
+
+    @pytest.mark.parametrize("value", [3, -1, 1.5, "first", True, [1], "nan", 10**400])
+    def test_a_preference_that_is_none(self, write: Write, value):
+        path = write([{"instruction": "ask", "output_1": "x", "output_2": "y", "preference": value}])
+        with pytest.raises(DataError, match="preference is") as caught:
+            read_preferences(path)
+        assert caught.value.where == f"{path}:1" and "0 for a tie" in caught.value.remedy
+
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"prompt": "ask", "chosen": "same", "rejected": " same\n"}, "identical pair"),
+            ({"prompt": "ask", "chosen": "", "rejected": "bad"}, "empty response"),
+            ({"prompt": "ask", "chosen": "good", "rejected": " "}, "empty response"),
+            *(
+                ({"instruction": "ask", "output_1": "x", "output_2": "y", "preference": tie}, "tie")
+                for tie in (0, 0.0, "0", "0.0")
+            ),
+            ({"chosen": [U, R], "rejected": [turn("user", "other"), R]}, "transcripts differ before the last turn"),
+            ({"chosen": [U, R], "rejected": [U]}, "last turn is not the assistant's"),
+            ({"chosen": [], "rejected": [U, R]}, "last turn is not the assistant's"),
+            (
+                {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a"},
+                "last turn is not the assistant's",
+            ),
+        ],
+    )
+    def test_dropped_and_counted(self, write: Write, row, reason):
+        result = read_preferences(write([row, {"prompt": "ask", "chosen": "good", "rejected": "bad"}]))
+        assert result.counts == {"read": 2, "kept": 1, "dropped": {reason: 1}, "repaired": {}}
+
+    def test_turns_of_one_speaker_are_joined_before_the_last(self, write: Write):
+        start = "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c\n\nHuman: d\n\nAssistant:"
+        result = read_preferences(write([{"chosen": f"{start} good", "rejected": f"{start} bad"}]))
+        assert [each["content"] for each in result.records[0].prompt.messages] == ["a", "b\n\nc", "d"]
+        assert result.counts["repaired"] == {"turns of one speaker joined": 1}
+
+    def test_replies_without_a_prompt(self, write: Write):
+        path = write([{"question": "ask", "chosen": "good", "rejected": "bad"}])
+        with pytest.raises(DataError, match="no transcript and there is no prompt") as caught:
+            read_preferences(path)
+        assert caught.value.remedy.endswith("columns: {prompt: question}")
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("row", "turns", "columns"),
+        [
+            ({"prompt": "ask", "answer": [1, None], "none": None}, [U], {"answer": [1, None], "none": None}),
+            ({"prompt": EARLIER}, EARLIER, {}),
+            ({"instruction": "ask", "input": "it", "output": "x"}, [turn("user", "ask\n\nit")], {"output": "x"}),
+            ({"question": "ask", "answer": "#### 7"}, [U], {"answer": "#### 7"}),
+        ],
+    )
+    def test_shapes(self, write: Write, row, turns, columns):
+        path = write([row])
+        assert read_prompts(path).records == [prompt(*turns, source=f"{path}:1", **columns)]
+
+    def test_lines_of_text(self, write: Write):
+        path = write(b"one two three \n\n  \r\nfour five\r\nsix", "lines.pos")
+        result = read_prompts(path)
+        assert [(each.text, each.source) for each in result.records] == [
+            ("one two three", f"{path}:1"),
+            ("four five", f"{path}:4"),
+            ("six", f"{path}:5"),
+        ]
+        assert result.counts == {"read": 3, "kept": 3, "dropped": {}, "repaired": {}}
+
+    def test_lines_that_are_not_utf8(self, write: Write):
+        result = read_prompts(write("caf\u00e9 — ol\u00e9\n".encode() + b"caf\xe9 noir\nplain\n", "lines.txt"))
+        assert [each.text for each in result.records] == ["café — olé", "café noir", "plain"]
+        assert result.counts == {"read": 3, "kept": 3, "dropped": {}, "repaired": {"latin-1 line": 1}}
+
+    def test_first_words(self, write: Write):
+        result = read_prompts(write(b"one  two three\nfour\nfive six\n", "lines"), first_words=2)
+        assert [each.text for each in result.records] == ["one two", "five six"]
+        assert result.counts == {"read": 3, "kept": 2, "dropped": {"fewer than 2 words": 1}, "repaired": {}}
+
+    def test_first_words_of_messages_cut_the_last(self, write: Write):
+        (record,) = read_prompts(
+            write([{"prompt": [turn("system", "be kind"), turn("user", "a b c")]}]), first_words=2
+        ).records
+        assert record.messages == (turn("system", "be kind"), turn("user", "a b"))
+
+    def test_first_words_of_none(self, write: Write):
+        with pytest.raises(DataError, match="first_words is 0"):
+            read_prompts(write(b"one", "lines"), first_words=0)
+
+
+class TestColumns:
+    def test_other_names(self, write: Write):
+        path = write([{"query": "ask", "response": "good", "rejected_response": "bad"}])
+        columns = {"prompt": "query", "chosen": "response", "rejected": "rejected_response"}
+        assert read_preferences(path, columns).records == [PreferencePair(prompt(U, source=f"{path}:1"), "good", "bad")]
+
+    def test_swapped_names(self, write: Write):
+        path = write([{"prompt": "ask", "chosen": "worse", "rejected": "better"}])
+        (record,) = read_preferences(path, {"chosen": "rejected", "rejected": "chosen"}).records
+        assert (record.chosen, record.rejected) == ("better", "worse")
+
+    def test_a_column_with_our_name_that_is_not_used_stays(self, write: Write):
+        path = write([{"query": "ask", "prompt": "theirs"}])
+        assert read_prompts(path, {"prompt": "query"}).records == [prompt(U, source=f"{path}:1", prompt="theirs")]
+
+    @pytest.mark.parametrize(
+        ("read", "row", "found", "mapping"),
+        [
+            (
+                read_preferences,
+                {"id": 1, "query": "q", "response": "a", "rejected_response": "b"},
+                "found id (number), query (text), response (text), rejected_response (text)",
+                "{prompt: query, chosen: response, rejected: rejected_response}",
+            ),
+            (
+                read_demonstrations,
+                {"question": "q", "answer": "a"},
+                "found question (text), answer (text)",
+                "{prompt: question, completion: answer}",
+            ),
+            (
+                read_demonstrations,
+                {"prompt": "q", "completion": None},
+                "found prompt (text), completion (null)",
+                "{completion: completion}",
+            ),
+            (read_demonstrations, {"prompt": "q"}, "found prompt (text)", "{completion: YOUR_COLUMN}"),
+            (read_prompts, {"text": "q"}, "found text (text)", "{prompt: text}"),
+            (read_prompts, {}, "found no field", "{prompt: YOUR_COLUMN}"),
+        ],
+    )
+    def test_missing_fields_show_found_expected_and_the_mapping(self, write: Write, read, row, found, mapping):
+        path = write([row])
+        with pytest.raises(DataError) as caught:
+            read(path)
+        assert found in caught.value.what and " has prompt" in caught.value.what
+        assert caught.value.where == f"{path}:1"
+        assert caught.value.remedy.endswith(f"columns: {mapping}")
+
+    def test_a_column_that_is_not_there(self, write: Write):
+        path = write([{"query": "ask", "reply": "yes"}])
+        with pytest.raises(DataError, match="no column 'qeury', which `columns` names") as caught:
+            read_demonstrations(path, {"prompt": "qeury", "completion": "reply"})
+        assert caught.value.remedy.endswith("columns: {prompt: query, completion: reply}")
+
+    def test_a_name_that_is_not_ours(self, write: Write):
+        with pytest.raises(DataError, match="columns names 'promt'") as caught:
+            read_prompts(write([{"query": "ask"}]), {"promt": "query"})
+        assert caught.value.where == "columns.promt" and "prompt" in caught.value.remedy
+
+
+class TestFiles:
+    JSONL = b'{"prompt": "ask"}\n\n{"prompt": "more"}\r\n'
+    JSON = b'[{"prompt": "ask"}, {"prompt": "more"}]'
+
+    @pytest.mark.parametrize(
+        ("name", "content", "second"),
+        [
+            ("a.jsonl", JSONL, ":3"),
+            ("a.JSONL", JSONL, ":3"),
+            ("a.jsonl.gz", JSONL, ":3"),
+            ("a.json", JSON, ":row 2"),
+            ("a.json.gz", JSON, ":row 2"),
+            ("a.txt", b"ask\n\nmore", ":3"),
+            ("a.txt.gz", b"ask\n\nmore\n", ":3"),
+        ],
+    )
+    def test_kinds(self, write: Write, name, content, second):
+        path = write(content, name)
+        result = read_prompts(path)
+        assert [each.text for each in result.records] == ["ask", "more"]
+        assert result.records[1].source == path + second
+        assert result.sha256 == hashlib.sha256(content).hexdigest()
+
+    def test_several_files(self, write: Write):
+        one, two = write([{"prompt": "ask"}], "one.jsonl"), write(b"more", "two.txt")
+        result = read_prompts([one, Path(two)])
+        assert [each.source for each in result.records] == [f"{one}:1", f"{two}:1"]
+        assert result.counts["read"] == 2
+        assert len({result.sha256, read_prompts([two, one]).sha256, read_prompts(one).sha256}) == 3
+        assert read_prompts([one]).sha256 == read_prompts(one).sha256
+
+    @pytest.mark.parametrize(("name", "content"), [("a.jsonl", JSONL), ("a.json", JSON), ("a.txt", b"ask\nmore")])
+    def test_a_byte_order_mark_is_taken_off_and_counted(self, write: Write, name, content):
+        result = read_prompts(write(b"\xef\xbb\xbf" + content, name))
+        assert [each.text for each in result.records] == ["ask", "more"]
+        assert result.counts["repaired"] == {"byte order mark": 1}
+
+    def test_half_a_character_is_replaced_and_counted(self, write: Write):
+        result = read_prompts(write(b'{"prompt": "so \\ud83d, \\ud83d\\ude00"}\n'))
+        assert result.records[0].text == "so \ufffd, 😀"
+        assert result.counts["repaired"] == {"half a surrogate pair": 1}
+
+    @pytest.mark.parametrize(
+        ("name", "content", "what", "where"),
+        [
+            ("a.jsonl", b"", "is empty", ""),
+            ("a.jsonl", b"\n \n", "is empty", ""),
+            ("a.json", b"", "is empty", ""),
+            ("a.json", b" []", "is empty", ""),
+            ("a.txt", b"\n", "is empty", ""),
+            ("a.jsonl.gz", b"", "is empty", ""),
+            ("a.jsonl", JSONL + b'{"prompt": "caf\xe9"}\n', "Not UTF-8: byte 0xe9", ":4, byte 54"),
+            ("a.jsonl", b"\xef\xbb\xbf" + JSONL + b'"\xe9"', "Not UTF-8: byte 0xe9", ":4, byte 43"),
+            ("a.jsonl", '{"é": 1}\n{"é": oops}\n'.encode(), "Not JSON", ":2, byte 17"),
+            ("a.jsonl", b'{"prompt": "cut', "Not JSON", ":1, byte 11"),
+            ("a.jsonl", b"[1]\n", "not an object", ":1"),
+            ("a.jsonl", b"[" * 100_000, "Not usable JSON", ":1, byte 0"),
+            ("a.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "Not usable JSON", ":1, byte 0"),
+            ("a.json", JSONL, "Not JSON: Extra data", ", byte 19"),
+            ("a.json", b'[{"prompt": "\xe9"}]', "Not UTF-8", ", byte 13"),
+            ("a.json", b'{"prompt": "ask"}', "no list", ""),
+            ("a.json", b'[{"prompt": "ask"}, 3]', "not an object", ":row 2"),
+            ("a.txt", b"\xff\xfea\0s\0k\0", "not text", ""),
+            ("a.csv", b"prompt\nask\n", "'.csv' files are not read", ""),
+            ("a.parquet", b"PAR1", "'.parquet' files are not read", ""),
+            ("a.jsonl", b'{"prompt": 7}', "'prompt' holds number", ":1"),
+            ("a.jsonl", b'{"prompt": [{"role": "owl", "content": "hu"}]}', "role 'owl'", ":1"),
+            ("a.jsonl", b'{"prompt": [{"role": "user", "content": []}]}', "content of kind list", ":1"),
+            ("a.jsonl", b'{"prompt": " "}', "No row of 1 can be used: 1 empty prompt", ""),
+        ],
+    )
+    def test_bad_content(self, write: Write, name, content, what, where):
+        path = write(content, name)
+        with pytest.raises(DataError) as caught:
+            read_prompts(path)
+        assert what in caught.value.what
+        assert caught.value.where == path + where
+        assert caught.value.remedy
+
+    def test_json_lines_named_json_get_their_remedy(self, write: Write):
+        with pytest.raises(DataError) as caught:
+            read_prompts(write(self.JSONL, "a.json"))
+        assert "name it .jsonl" in caught.value.remedy
+
+    @pytest.mark.parametrize("read", READERS)
+    def test_missing_files_and_folders(self, tmp_path: Path, read):
+        with pytest.raises(DataError, match="no such file") as caught:
+            read(str(tmp_path / "none.jsonl"))
+        assert caught.value.where.endswith("none.jsonl")
+        with pytest.raises(DataError, match="a folder"):
+            read(str(tmp_path))
+        with pytest.raises(DataError, match="No file is given"):
+            read([])
+
+    def test_a_damaged_gzip(self, tmp_path: Path):
+        whole = gzip.compress(self.JSONL * 50)
+        for content in (self.JSONL, whole[:-12], whole[:20] + b"\xff" * 20 + whole[40:]):
+            path = tmp_path / "a.jsonl.gz"
+            path.write_bytes(content)
+            with pytest.raises(DataError, match="gzip file is damaged"):
+                read_prompts(path)
+
+    @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read every file")
+    def test_a_file_without_rights(self, write: Write):
+        path = write(self.JSONL)
+        os.chmod(path, 0)
+        with pytest.raises(DataError, match="cannot be read"):
+            read_prompts(path)
+
+    @pytest.mark.parametrize("read", [read_demonstrations, read_preferences])
+    def test_text_holds_prompts_only(self, write: Write, read):
+        with pytest.raises(DataError, match="prompts only"):
+            read(write(b"ask", "a.txt"))
+
+    def test_two_messages_as_a_reply(self, write: Write):
+        for reply in ([R, R], [U], []):
+            with pytest.raises(DataError, match="expected one, the assistant's"):
+                read_demonstrations(write([{"prompt": "ask", "completion": reply}]))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.fixed_dictionaries(
+            {}, optional={"role": inner | st.sampled_from(["user", "assistant"]), "content": inner, "from": inner}
+        )
+    ),
+    max_leaves=4,
+)
+NAMES = ["prompt", "completion", "messages", "instruction", "input", "output", "chosen", "rejected", "conversations"]
+NAMES += ["output_1", "output_2", "preference", "question"]
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES), min_size=1, max_size=4),
+    read=st.sampled_from(READERS),
+)
+def test_any_row_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, rows, read):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        counts = read(path).counts
+    except DataError as error:
+        assert error.where.startswith(str(path)) and error.remedy
+    else:
+        assert counts["read"] == len(rows) == counts["kept"] + sum(counts["dropped"].values())
+
+
+@given(content=st.binary(), name=st.sampled_from(["a.json", "a.jsonl", "a.txt", "a.gz"]))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str):
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(content)
+    try:
+        assert read_prompts(path).records
+    except DataError as error:
+        assert error.where.startswith(str(path)) and error.remedy
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "counts"),
+    [
+        (read_demonstrations, "alpaca_en_demo.json", (999, 999, {}, {})),
+        (read_preferences, "alpaca_eval_pairs.jsonl.gz", (4821, 4741, {"tie": 76, "empty response": 4}, {})),
+        (read_preferences, "dpo_en_demo.json", (300, 300, {}, {})),
+        (
+            read_preferences,
+            "hh_harmless.jsonl.gz",
+            (
+                1500,
+                1495,
+                {"empty response": 4, "transcripts differ before the last turn": 1},
+                {"turns of one speaker joined": 3},
+            ),
+        ),
+        (read_prompts, "gsm8k_train_2000.jsonl.gz", (2000, 2000, {}, {})),
+        (read_prompts, "alpaca_en_demo.json", (999, 999, {}, {})),
+        (read_prompts, "rt-polarity.pos", (5331, 5331, {}, {})),
+        (read_prompts, "rt-polarity.neg", (5331, 5331, {}, {})),
+    ],
+)
+def test_real_files(shared: Path, read, name, counts):
+    result = read(shared / "data" / name)
+    assert result.counts == dict(zip(("read", "kept", "dropped", "repaired"), counts, strict=True))
+    assert len(result.records) == counts[1]
+
+
+class TestRealRows:
+    def test_alpaca_inputs_are_joined(self, shared: Path):
+        records = read_demonstrations(shared / "data" / "alpaca_en_demo.json").records
+        rows = json.loads((shared / "data" / "alpaca_en_demo.json").read_bytes())
+        with_input = [(row, record) for row, record in zip(rows, records, strict=True) if row["input"]]
+        assert len(with_input) == 412
+        assert all(record.prompt.text == f"{row['instruction']}\n\n{row['input']}" for row, record in with_input)
+
+    def test_alpaca_eval_sides(self, shared: Path):
+        path = shared / "data" / "alpaca_eval_pairs.jsonl.gz"
+        rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        for pair in read_preferences(path).records:
+            row = rows[int(pair.prompt.source.rsplit(":", 1)[1]) - 1]
+            assert pair.chosen == row[f"output_{int(float(row['preference']))}"]
+
+    def test_hh_prompts_are_what_both_transcripts_share(self, shared: Path):
+        path = shared / "data" / "hh_harmless.jsonl.gz"
+        rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        for pair in read_preferences(path).records:
+            row = rows[int(pair.prompt.source.rsplit(":", 1)[1]) - 1]
+            assert row["chosen"].rstrip().endswith(pair.chosen) and row["rejected"].rstrip().endswith(pair.rejected)
+            speakers = [turn["role"] for turn in pair.prompt.messages]
+            assert speakers == ["user", "assistant"] * (len(speakers) // 2) + ["user"]
+
+    def test_starts_of_reviews(self, shared: Path):
+        paths = [shared / "data" / f"rt-polarity.{sign}" for sign in ("pos", "neg")]
+        result = read_prompts(paths, first_words=4)
+        assert result.records[0].text == "the rock is destined"
+        assert result.counts == {"read": 10662, "kept": 10595, "dropped": {"fewer than 4 words": 67}, "repaired": {}}
+
+    def test_unpaired_thumbs_are_not_taken_for_preferences(self, shared: Path):
+        with pytest.raises(DataError, match="A preference pair has"):
+            read_preferences(shared / "data" / "kto_en_demo.json")

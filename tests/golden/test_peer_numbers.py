@@ -1,0 +1,120 @@
+"""Keel's numbers against those of veRL 0.9.1 and OpenRLHF 0.11.2, to 1e-5 (README of the folder of --peer-numbers)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from keel.algo.advantages import gae
+from keel.algo.kl import adaptive_coefficient, k1
+from keel.algo.logprobs import token_logprobs
+from keel.algo.masking import masked_whiten
+from keel.algo.policy_loss import ppo_clip
+from keel.algo.preference import bradley_terry
+from keel.algo.shaping import token_rewards
+from keel.algo.value_loss import value_loss
+
+CASES = 24
+
+
+class Case:
+    """One file: `case["in.mask"]` is a float32 tensor, `case.number("in.gamma")` a float."""
+
+    def __init__(self, path: Path):
+        self.arrays = dict(np.load(path))
+        self.mask = self["in.mask"].bool()
+        self.count = self.mask.sum()
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.as_tensor(self.arrays[key], dtype=torch.float32)
+
+    def number(self, key: str) -> float:
+        return float(self.arrays[key])
+
+
+@pytest.fixture(scope="module", params=range(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    folder = Path(request.config.getoption("--peer-numbers") or "")
+    if not folder.is_dir():
+        pytest.skip(f"no folder of peer numbers at {folder} (--peer-numbers FOLDER, by default in ../shared)")
+    return Case(folder / f"case_{request.param:03d}.npz")
+
+
+def same(actual: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
+    if mask is not None:
+        actual, expected = actual[mask], expected[mask]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gae(case: Case):
+    gamma, lam = case.number("in.gamma"), case.number("in.lam")
+    advantages, returns = gae(case["in.rewards"], case["in.values"], case.mask, gamma, lam)
+    # Outside the mask veRL leaves numbers that nothing may read; Keel leaves 0.
+    same(masked_whiten(advantages, case.mask), case["out.gae_whitened"], case.mask)
+    same(returns, case["out.gae_returns"], case.mask)
+    assert not advantages[~case.mask].any() and not returns[~case.mask].any()
+
+
+def test_policy_loss(case: Case):
+    logprobs = case["in.logprobs"].requires_grad_()
+    advantages = case["in.advantages"]
+    # One clip a side: positive advantages meet only the upper bound, the others only the lower one.
+    sides = [(advantages >= 0, case.number("in.clip_high")), (advantages < 0, case.number("in.clip_low"))]
+    parts = [
+        ppo_clip(logprobs, case["in.old_logprobs"], advantages, case.mask & side, clip, case.count)
+        for side, clip in sides
+    ]
+    loss = parts[0][0] + parts[1][0]
+    loss.backward()
+    assert logprobs.grad is not None
+    same(loss, case["out.policy_loss_clip"])
+    same(logprobs.grad, case["out.policy_grad_clip"])
+    same(parts[0][1]["clip_fraction"] + parts[1][1]["clip_fraction"], case["out.clipfrac:token-mean"])
+    if sides[0][1] == sides[1][1]:
+        whole, _ = ppo_clip(logprobs, case["in.old_logprobs"], advantages, case.mask, sides[0][1], case.count)
+        same(whole, case["out.policy_loss_clip"])
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_value_loss(case: Case, clipped: bool):
+    clip = case.number("in.value_clip") if clipped else None
+    inputs = case["in.new_values"], case["in.values"], case["in.returns"]
+    loss, _ = value_loss(*inputs, case.mask, clip, case.count)
+    same(loss, case["out.value_loss_clipped" if clipped else "out.value_loss"])
+
+
+def test_kl_and_kl_in_the_reward(case: Case):
+    kl = k1(case["in.logprobs"], case["in.ref_logprobs"])
+    same(kl, case["out.kl_k1"])
+    beta = case.number("in.beta")
+    rewards = token_rewards(case["in.score"], kl, beta, case.mask)
+    same(rewards, case["out.kl_in_reward"], case.mask)
+    # On purpose: OpenRLHF penalises positions outside the mask too, where Keel's rewards are 0.
+    same(case["out.kl_in_reward"], -beta * kl, ~case.mask)
+    assert not rewards[~case.mask].any()
+
+
+def test_logprobs_and_entropy(case: Case):
+    logits, ids = case["in.logits"].flatten(0, 1), case.arrays["in.ids"]
+    # The identity as output embedding makes the logits their own hidden states.
+    weight = torch.eye(logits.shape[1])
+    flat_ids = torch.as_tensor(ids).flatten()
+    logprobs, _ = token_logprobs(logits, weight, None, flat_ids, 0.7, chunk=50)
+    _, entropy = token_logprobs(logits, weight, None, flat_ids, 1.0, chunk=50)
+    same(logprobs.reshape(ids.shape), case["out.logprob_T0.7"])
+    same(entropy.reshape(ids.shape), case["out.entropy_T1"])
+
+
+def test_adaptive_coefficient(case: Case):
+    coefficient, trace = 0.2, []
+    for kl in case.arrays["in.kl_trace"].tolist():
+        coefficient = adaptive_coefficient(coefficient, kl, target=6.0, horizon=10_000, episodes=256)
+        trace.append(coefficient)
+    assert trace == pytest.approx(case.arrays["out.adaptive_kl"].tolist(), rel=1e-9)
+
+
+def test_bradley_terry(case: Case):
+    chosen, rejected = case["in.score"], case["in.greedy_score"]
+    same(bradley_terry(chosen, rejected, len(chosen))[0], case["out.bradley_terry"])

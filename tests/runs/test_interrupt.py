@@ -1,0 +1,83 @@
+"""Signals: the first asks, the second stops, and the handlers from before come back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import keel
+from keel.runs.interrupt import Interrupt
+
+HERE = {**os.environ, "PYTHONPATH": str(Path(keel.__file__).parents[1])}
+LOOP = """
+import signal, sys
+from keel.runs.interrupt import Interrupt
+
+def say(text):
+    sys.stdout.write(text + "\\n")
+    sys.stdout.flush()
+
+with Interrupt(lambda: say("asked")) as interrupt:
+    say("ready")
+    try:
+        while not (interrupt.requested and sys.argv[1] == "polite"):
+            signal.pause()
+        say("saved")
+    except KeyboardInterrupt:
+        say("stopped")
+say(str(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_signal_to_a_process(number: int):
+    for manner, signals, last in (("polite", 1, "saved"), ("rude", 2, "stopped")):
+        child = subprocess.Popen([sys.executable, "-c", LOOP, manner], env=HERE, stdout=subprocess.PIPE, text=True)
+        with child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            child.send_signal(number)
+            assert child.stdout.readline() == "asked\n"
+            if signals == 2:
+                child.send_signal(number)
+            assert child.stdout.read() == f"{last}\nTrue\n"
+        assert child.returncode == 0
+
+
+def test_first_then_second_then_restored():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    told: list[str] = []
+    with Interrupt(lambda: told.append("asked")) as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested and told == ["asked"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert told == ["asked"]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_stream_that_is_busy_does_not_end_the_run():
+    def busy() -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    with Interrupt(busy) as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+
+
+def test_nothing_happens_in_another_thread():
+    seen: list[object] = []
+
+    def work() -> None:
+        with Interrupt() as interrupt:
+            seen.extend([interrupt.requested, signal.getsignal(signal.SIGTERM)])
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, before]
