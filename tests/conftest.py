@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny import write_model
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 torch.set_num_threads(2)
@@ -33,3 +35,9 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no folder ../shared beside the repository")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the sandbox's architecture with its tokenizer."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")

@@ -139,7 +139,6 @@ class Encoder:
         options = {
             "tokenizer": _serialised(self.tokenizer),
             "bos": [self.tokenizer.bos_token, *self._bos],
-            "pad": self.pad_id,
             "eos": self.eos_ids,
             "template": [self.template_name, self.chat_template],
             "limits": [self.max_prompt_tokens, self.max_response_tokens],

@@ -16,7 +16,7 @@ field. Every row is kept as it is, repaired and counted, dropped and counted, or
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypedDict, TypeVar
 
@@ -107,15 +107,13 @@ def read_prompts(
 
     def convert(view: View) -> Prompt:
         prompt = _prompt(view, view.prompt_turns())
-        used = {view.names.get(name, name) for name in (view.shape[0], OPTIONAL)}
-        columns = {name: value for name, value in view.row.cells.items() if name not in used}
         messages = prompt.messages
         if first_words is not None:
             words = prompt.text.split()
             if len(words) < first_words:
                 raise _Drop(f"fewer than {first_words} words")
             messages = (*messages[:-1], {**messages[-1], "content": " ".join(words[:first_words])})
-        return Prompt(messages, columns, prompt.source)
+        return replace(prompt, messages=messages)
 
     return _read(path, columns, PROMPT_SHAPES, "prompt", convert)
 
@@ -200,14 +198,16 @@ def _transcript(view: View, name: str) -> list[Turn]:
 
 
 def _prompt(view: View, turns: list[Turn], *replies: str) -> Prompt:
-    """The prompt of a record whose prompt and replies are all worth training on."""
+    """The prompt of a record whose prompt and replies are all worth training on, with the row's other columns."""
     if not turns or not turns[-1]["content"].strip():
         raise _Drop("empty prompt")
     if turns[-1]["role"] == "assistant":
         raise _Drop("prompt ends with the assistant's turn")
     if not all(text.strip() for text in replies):
         raise _Drop("empty response")
-    return Prompt(tuple(turns), source=view.row.source)
+    used = {view.names.get(name, name) for name in (*view.shape, OPTIONAL)}
+    columns = {name: value for name, value in view.row.cells.items() if name not in used}
+    return Prompt(tuple(turns), columns, view.row.source)
 
 
 def _read(

@@ -4,6 +4,7 @@ The reference is the base alone. Switching a role flips which adapter is in forc
 reference stays byte-identical.
 """
 
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
@@ -41,7 +42,9 @@ class SharedRoles:
         with torch.random.fork_rng(devices=[]):
             for place, role in enumerate(sorted(self.roles - {"reference"})):
                 torch.manual_seed(seed + place)
-                inject_adapter_in_model(self.config, base, adapter_name=role)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are the point
+                    inject_adapter_in_model(self.config, base, adapter_name=role)
         self.layers = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
         self.heads = {r: ScalarHead(hidden, generator if r == "reward" else None).to(base.device)
                       for r in sorted(self.roles.intersection(HEADED))}

@@ -65,7 +65,7 @@ def request_from_columns(columns: dict[str, Any], text: str = "") -> Request:
 
 def split_of(topic: str, item: str, mood: str) -> Split:
     """Which split a combination belongs to, by a hash that no seed or version changes."""
-    digest = hashlib.sha256(f"{topic}|{item}|{mood}".encode()).digest()
+    digest = hashlib.sha256(f"shop|{topic}|{item}|{mood}".encode()).digest()
     return "heldout" if digest[0] < 256 * HELDOUT_SHARE else "train"
 
 

@@ -14,8 +14,8 @@ from keel.data.encode import DEFAULT_CHAT_TEMPLATE, Encoder, eos_ids_of, micro_b
 from keel.errors import ConfigError, DataError, ModelError
 from keel.types import Prompt, TokenSequence
 
-VOCABULARY = ["<unk>", "<s>", "</s>", "<pad>", "<end>", "[user]", "[system]", "[bot]", "a", "b", "c", "d", "e"]
-UNK, BOS, EOS, PAD, END, USER, SYSTEM, BOT, A, B, C, D, E = range(13)
+VOCABULARY = ["<unk>", "<s>", "</s>", "<pad>", "<end>", "[user]", "[system]", "[bot]", "a", "b", "c", "d", "e", "."]
+UNK, BOS, EOS, PAD, END, USER, SYSTEM, BOT, A, B, C, D, E, DOT = range(14)
 TEMPLATE = (
     "{{ bos_token }} {% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
@@ -172,8 +172,9 @@ class TestSequence:
         assert sequence.prompt_ids.count(0) == int(adds_bos)
 
     def test_decode_leaves_blanks_before_signs_alone(self):
-        made = encoder(LETTERS[True], response=99, eos_ids=(0,))
-        assert made.decode(made.sequence(says("the"), " here , and there .").response_ids) == " here , and there ."
+        tokenizer = words()
+        tokenizer.clean_up_tokenization_spaces = True  # as in tokenizers of the BERT family
+        assert encoder(tokenizer).decode([A, DOT, EOS]) == "a ."
 
 
 LETTERS = {adds_bos: letters(adds_bos=adds_bos) for adds_bos in (True, False)}
@@ -201,10 +202,10 @@ class TestEndTokens:
 
 class TestFingerprint:
     def test_the_same_things_give_the_same_one(self):
-        used = words()
-        used(["a b", "a"], padding=True)  # leaves its padding behind in the tokenizer
-        assert encoder(used).fingerprint() == encoder(words()).fingerprint()
-        assert len(encoder(used).fingerprint()) == 64
+        used = encoder(words())
+        used.tokenizer(["a b", "a"], padding=True)  # leaves its padding behind in the tokenizer
+        assert used.fingerprint() == encoder(words()).fingerprint()
+        assert len(used.fingerprint()) == 64
 
     def test_whatever_changes_ids_changes_it(self):
         one_more = words()

@@ -64,7 +64,12 @@ class TestDemonstrations:
     )
     def test_shapes(self, write: Write, row, turns):
         path = write([row])
-        assert read_demonstrations(path).records == [Demonstration(prompt(*turns, source=f"{path}:1"), "reply")]
+        others = {name: row[name] for name in ("extra", "label") if name in row}
+        if row.get("response", "") is None:
+            others["response"] = None
+        assert read_demonstrations(path).records == [
+            Demonstration(prompt(*turns, source=f"{path}:1", **others), "reply")
+        ]
 
     @pytest.mark.parametrize(
         ("row", "reason"),
