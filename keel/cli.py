@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _stderr():  # noqa: ANN202 (rich is not imported at the top of a command line that may only print help)
+def _stderr():
     from rich.console import Console as RichConsole
 
     return RichConsole(stderr=True, highlight=False)
@@ -59,11 +59,16 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "run": lambda rest, console: _run(rest, console, None),
         "show": _show,
         "chat": _chat,
-        **{stage: (lambda rest, console, stage=stage: _run(rest, console, stage)) for stage in ("sft", "reward", "ppo", "eval")},
+        **{
+            stage: (lambda rest, console, stage=stage: _run(rest, console, stage))
+            for stage in ("sft", "reward", "ppo", "eval")
+        },
     }
     if command not in commands:
         near = difflib.get_close_matches(command, commands, n=1)
-        raise ConfigError(f"there is no command {command!r}", remedy=f"did you mean {near[0]}?" if near else "see keel --help")
+        raise ConfigError(
+            f"there is no command {command!r}", remedy=f"did you mean {near[0]}?" if near else "see keel --help"
+        )
     commands[command](rest, console)
     return 0
 

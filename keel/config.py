@@ -244,7 +244,9 @@ class PpoConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.rollouts % self.responses_per_prompt:
-            raise ValueError(f"rollouts {self.rollouts} is no multiple of responses_per_prompt {self.responses_per_prompt}")
+            raise ValueError(
+                f"rollouts {self.rollouts} is no multiple of responses_per_prompt {self.responses_per_prompt}"
+            )
         if self.minibatches > self.rollouts:
             raise ValueError(f"minibatches {self.minibatches} is more than rollouts {self.rollouts}")
         if self.reward != "model" and ":" not in self.reward:
@@ -295,7 +297,9 @@ class Recipe(Section):
         _check_sandbox(self)
         _check_stages(self)
         if not self.uses_lora and (self.model.lora_rank or self.model.lora_alpha):
-            raise ValueError("model.lora_rank and model.lora_alpha do nothing: backbone is separate and no stage uses lora")
+            raise ValueError(
+                "model.lora_rank and model.lora_alpha do nothing: backbone is separate and no stage uses lora"
+            )
         if self.sft and self.sft.tuning == "full" and self.model.dtype == "bfloat16":
             raise ValueError(
                 "sft.tuning full with model.dtype bfloat16 would lose steps smaller than bfloat16 can hold; "

@@ -45,12 +45,16 @@ _ALL = [
     Metric("length", "tokens", "mean", "tokens per response, end token included"),
     Metric("eos_rate", "share", "mean", "responses that ended by themselves", (0.9, 1.0)),
     Metric("dropped", "responses", "sum", "truncated responses left out of the update"),
-    Metric("explained_variance", "share", "last", "share of the variance of returns that the critic foresaw", (0.0, 1.0)),
+    Metric(
+        "explained_variance", "share", "last", "share of the variance of returns that the critic foresaw", (0.0, 1.0)
+    ),
     Metric("policy_loss", "1", "mean", "clipped surrogate loss per token"),
     Metric("value_loss", "reward^2", "mean", "half squared error of the value per token"),
     Metric("clip_fraction", "share", "mean", "tokens whose ratio was clipped", (0.0, 0.3)),
     Metric("approx_kl", "nats", "mean", "k3 estimate of the KL from the rollout policy, per token", (0.0, 0.1)),
-    Metric("first_log_ratio", "nats", "max", "largest |log ratio| in the first minibatch; 0 but for rounding", (0.0, 1e-4)),
+    Metric(
+        "first_log_ratio", "nats", "max", "largest |log ratio| in the first minibatch; 0 but for rounding", (0.0, 1e-4)
+    ),
     Metric("sampler_mismatch", "nats", "max", "largest |trainer - sampler| log-probability of a sampled token"),
     Metric("policy_grad_norm", "1", "mean", "norm of the policy's gradient before it is clipped"),
     Metric("critic_grad_norm", "1", "mean", "norm of the critic's gradient before it is clipped"),

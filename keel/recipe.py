@@ -115,8 +115,18 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
     if world:
         rows.append(("sandbox", f"{world.pretrain_steps} optimizer steps of {world.pretrain_batch} transcripts"))
     if recipe.sft:
-        rows.append(("sft", _passes(recipe.sft.epochs, recipe.sft.batch, world.prompts if world else None,
-                                    recipe.sft.held_out, "demonstrations")))
+        rows.append(
+            (
+                "sft",
+                _passes(
+                    recipe.sft.epochs,
+                    recipe.sft.batch,
+                    world.prompts if world else None,
+                    recipe.sft.held_out,
+                    "demonstrations",
+                ),
+            )
+        )
     if recipe.reward:
         reward = recipe.reward
         pairs = None
@@ -128,11 +138,21 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.ppo:
         ppo = recipe.ppo
         steps = ppo.updates * ppo.epochs * ppo.minibatches
-        rows.append(("ppo", f"{ppo.updates} updates x {ppo.rollouts} rollouts ({ppo.rollouts // ppo.responses_per_prompt} "
-                            f"prompts x {ppo.responses_per_prompt}) = {ppo.updates * ppo.rollouts} rollouts"))
-        rows.append(("ppo", f"each update: {ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of about "
-                            f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all, the policy's first ones "
-                            f"held back while the critic warms up (at most {ppo.critic.warmup_cap} updates)"))
+        rows.append(
+            (
+                "ppo",
+                f"{ppo.updates} updates x {ppo.rollouts} rollouts ({ppo.rollouts // ppo.responses_per_prompt} "
+                f"prompts x {ppo.responses_per_prompt}) = {ppo.updates * ppo.rollouts} rollouts",
+            )
+        )
+        rows.append(
+            (
+                "ppo",
+                f"each update: {ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of about "
+                f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all, the policy's first ones "
+                f"held back while the critic warms up (at most {ppo.critic.warmup_cap} updates)",
+            )
+        )
     if recipe.eval:
         rows.append(("eval", f"{recipe.eval.prompts} held-out prompts, one response before and one after"))
     return rows

@@ -17,8 +17,16 @@ def write_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     asked = sandbox.requests(0, 200, "train")
     tokenizer = sandbox.train_tokenizer([r.text for r in asked], 400)
     model = sandbox.build_model(
-        vocab_size=len(tokenizer), hidden=32, layers=layers, heads=2, intermediate=64, seed=seed,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=len(tokenizer),
+        hidden=32,
+        layers=layers,
+        heads=2,
+        intermediate=64,
+        seed=seed,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -31,15 +39,19 @@ def encoder_of(folder: Path, max_response_tokens: int = 24) -> Encoder:
 
 def prompts(count: int, seed: int = 1) -> list[Prompt]:
     """Sandbox requests of different lengths."""
-    return [Prompt(({"role": "user", "content": r.text},), r.columns(), f"row {i}")
-            for i, r in enumerate(sandbox.requests(seed, count, "train"))]
+    return [
+        Prompt(({"role": "user", "content": r.text},), r.columns(), f"row {i}")
+        for i, r in enumerate(sandbox.requests(seed, count, "train"))
+    ]
 
 
 def load(folder: Path, dtype: str = "float32"):
     return load_causal_lm(folder, dtype, torch.device("cpu"))
 
 
-def backbone(kind: str, folder: Path, roles=("policy", "reference", "critic", "reward"), trainable=("policy", "critic")):
+def backbone(
+    kind: str, folder: Path, roles=("policy", "reference", "critic", "reward"), trainable=("policy", "critic")
+):
     """Roles on either backbone; adapters are moved off zero so that no two roles are the same."""
     if kind == "separate":
         built = SeparateRoles.build(load(folder), roles, trainable, 0)
@@ -56,7 +68,11 @@ def backbone(kind: str, folder: Path, roles=("policy", "reference", "critic", "r
 def sequences(count: int, seed: int = 0) -> list[TokenSequence]:
     """Random ids, prompts of 3 to 9 tokens, responses of 1 to 12."""
     generator = torch.Generator().manual_seed(seed)
+
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
-    return [TokenSequence(tuple(draw(5, 300) for _ in range(draw(3, 9))), tuple(draw(5, 300) for _ in range(draw(1, 12))))
-            for _ in range(count)]
+
+    return [
+        TokenSequence(tuple(draw(5, 300) for _ in range(draw(3, 9))), tuple(draw(5, 300) for _ in range(draw(1, 12))))
+        for _ in range(count)
+    ]

@@ -40,9 +40,9 @@ def masked_mean(x_BT: Tensor, mask_BT: Tensor, denominator: float | Tensor | Non
 def masked_whiten(x_BT: Tensor, mask_BT: Tensor, keep_mean: bool = False, eps: float = 1e-8) -> Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over the mask: (x - mean) / sqrt(variance + eps).
 
-    Mean and variance are over all selected entries together, not per row. The variance is the unbiased one (n - 1), as
-    in veRL and OpenRLHF ("advantage normalisation", Huang et al. 2022, The 37 Implementation Details of PPO, detail 7;
-    Baselines and CleanRL add eps to the standard deviation instead).
+    Mean and variance are over all selected entries together, not per row. The variance is the unbiased one (n - 1),
+    as in veRL. Huang et al. 2022, The 37 Implementation Details of PPO, detail 7 (there per minibatch, with eps added
+    to the standard deviation).
 
     Args:
         x_BT: any shape, float.

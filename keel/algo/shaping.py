@@ -33,7 +33,7 @@ def monte_carlo_returns(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Te
     """Discounted rewards to go: G_t = r_t + gamma * G_{t+1}, over the masked tokens of each row.
 
     Sutton and Barto 2018, equation 3.9 (there r_t is R_{t+1}). It is GAE with lambda = 1 and a value of 0 everywhere
-    (arXiv 1506.02438, equation 18), and so steps over gaps in the mask; veRL's REINFORCE++ restarts at a gap instead.
+    (arXiv 1506.02438, equation 18), and so steps over gaps in the mask, as veRL's REINFORCE++ does.
 
     Args:
         rewards_BT: per-token rewards; read on the mask only.

@@ -205,7 +205,8 @@ def _prompt(view: View, turns: list[Turn], *replies: str) -> Prompt:
         raise _Drop("prompt ends with the assistant's turn")
     if not all(text.strip() for text in replies):
         raise _Drop("empty response")
-    used = {view.names.get(name, name) for name in (*view.shape, OPTIONAL)}
+    fields = (*view.shape, OPTIONAL) if view.shape[0] == "instruction" else view.shape
+    used = {view.names.get(name, name) for name in fields}
     columns = {name: value for name, value in view.row.cells.items() if name not in used}
     return Prompt(tuple(turns), columns, view.row.source)
 

@@ -38,8 +38,10 @@ class Chat:
         """Each model's reply, drawn with the same noise."""
         prompt = Prompt(({"role": "user", "content": text},), source="chat")
         self.turn += 1
-        return {name: engine.generate([prompt], self.sampling, seed=self.seed, step=CHAT_STEP + self.turn).texts[0].strip()
-                for name, engine in self.engines.items()}
+        return {
+            name: engine.generate([prompt], self.sampling, seed=self.seed, step=CHAT_STEP + self.turn).texts[0].strip()
+            for name, engine in self.engines.items()
+        }
 
 
 def open_chat(folder: str, temperature: float | None = None) -> Chat:
@@ -49,15 +51,22 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     places = {"before": _start(run, recipe), "after": run.stage("ppo").model}
     missing = [str(place) for place in places.values() if not _is_model(place)]
     if missing:
-        raise RunError("this run has no trained model yet", where=", ".join(missing), remedy="finish it with keel run first")
+        raise RunError(
+            "this run has no trained model yet", where=", ".join(missing), remedy="finish it with keel run first"
+        )
     device = pick_device(recipe.model.device)
     engines: dict[str, LocalEngine] = {}
     for name, place in places.items():
         model = load_causal_lm(place, recipe.model.dtype, device)
         generation: GenerationConfig | None = model.generation_config
         tokenizer = load_tokenizer(place)
-        encoder = Encoder(tokenizer, recipe.model.template, recipe.model.max_prompt_tokens, recipe.model.max_response_tokens,
-                          eos_ids_of(tokenizer, generation))
+        encoder = Encoder(
+            tokenizer,
+            recipe.model.template,
+            recipe.model.max_prompt_tokens,
+            recipe.model.max_response_tokens,
+            eos_ids_of(tokenizer, generation),
+        )
         engines[name] = LocalEngine(SeparateRoles({"policy": model}, {}, []), encoder)
     trained_at = recipe.ppo.temperature if recipe.ppo else 1.0
     sampling = Sampling(trained_at if temperature is None else temperature, recipe.model.max_response_tokens)

@@ -31,9 +31,14 @@ def compare_scores(before: Tensor, after: Tensor) -> dict[str, Any]:
     old, new = before.tolist(), after.tolist()
     rate = win_rate(old, new)
     return {
-        "before": float(np.mean(old)), "before_sd": float(np.std(old)), "before_interval": mean_interval(old),
-        "after": float(np.mean(new)), "after_sd": float(np.std(new)), "after_interval": mean_interval(new),
-        "win_rate": rate, "win_rate_interval": wilson(rate, len(new)),
+        "before": float(np.mean(old)),
+        "before_sd": float(np.std(old)),
+        "before_interval": mean_interval(old),
+        "after": float(np.mean(new)),
+        "after_sd": float(np.std(new)),
+        "after_interval": mean_interval(new),
+        "win_rate": rate,
+        "win_rate_interval": wilson(rate, len(new)),
     }
 
 
@@ -45,8 +50,14 @@ def kl_per_response(policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) ->
 def side_by_side(before: Rollouts, after: Rollouts, old: Tensor, new: Tensor) -> list[dict[str, Any]]:
     """Each prompt with both responses and their scores."""
     return [
-        {"prompt": before.prompts[b].text, "before": before.texts[b], "after": after.texts[b],
-         "score_before": old[b].item(), "score_after": new[b].item(),
-         "finish_before": before.finish[b], "finish_after": after.finish[b]}
+        {
+            "prompt": before.prompts[b].text,
+            "before": before.texts[b],
+            "after": after.texts[b],
+            "score_before": old[b].item(),
+            "score_after": new[b].item(),
+            "finish_before": before.finish[b],
+            "finish_after": after.finish[b],
+        }
         for b in range(len(before))
     ]

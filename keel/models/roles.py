@@ -21,6 +21,8 @@ from keel.types import TokenSequence
 
 Role = Literal["policy", "reference", "critic", "reward"]
 HEADED: tuple[Role, ...] = ("critic", "reward")
+LOGITS_AT_ONCE = 1 << 23
+"""Logits per chunk (32 MiB in float32): many rows of a small vocabulary, few of a large one."""
 
 
 class Roles(Protocol):
@@ -60,12 +62,15 @@ def response_hidden(model: PreTrainedModel, ids_BS: Tensor, response_mask_BS: Te
     return hidden_BSH[:, :-1][response_mask_BS[:, 1:]]
 
 
-def micro_logprobs(roles: Roles, role: Role, ids_BS: Tensor, response_mask_BS: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def micro_logprobs(
+    roles: Roles, role: Role, ids_BS: Tensor, response_mask_BS: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every response token of one micro-batch, packed: [N], [N], float32, nats."""
     model = roles.model(role)
     hidden_NH = response_hidden(model, ids_BS, response_mask_BS)
     weight_VH, bias_V = unembedding(model)
-    return token_logprobs(hidden_NH, weight_VH, bias_V, ids_BS[response_mask_BS], temperature)
+    chunk = max(64, LOGITS_AT_ONCE // weight_VH.shape[0])
+    return token_logprobs(hidden_NH, weight_VH, bias_V, ids_BS[response_mask_BS], temperature, chunk)
 
 
 def micro_values(roles: Roles, ids_BS: Tensor, response_mask_BS: Tensor) -> Tensor:
@@ -81,8 +86,9 @@ def micro_scores(roles: Roles, ids_BS: Tensor, lengths_B: Tensor, role: Role = "
 
 
 @torch.inference_mode()
-def logprobs_BT(roles: Roles, role: Role, sequences: Sequence[TokenSequence], temperature: float, pad_id: int,
-                micro_tokens: int) -> tuple[Tensor, Tensor]:
+def logprobs_BT(
+    roles: Roles, role: Role, sequences: Sequence[TokenSequence], temperature: float, pad_id: int, micro_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of response tokens, [B, T] float32 on the CPU, 0 outside the response."""
     width = max(len(s.response_ids) for s in sequences)
     out = torch.zeros(2, len(sequences), width)
@@ -98,14 +104,18 @@ def logprobs_BT(roles: Roles, role: Role, sequences: Sequence[TokenSequence], te
 
 
 @torch.inference_mode()
-def values_BT(roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[Tensor, Tensor]:
+def values_BT(
+    roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
+) -> tuple[Tensor, Tensor]:
     """The critic's values before each response token [B, T], 0 outside, and after the last one [B] (for bootstrap)."""
     width = max(len(s.response_ids) for s in sequences)
     values, last = torch.zeros(len(sequences), width), torch.zeros(len(sequences))
     for rows in micro_batches([len(s) for s in sequences], micro_tokens):
         some = [sequences[i] for i in rows]
         ids_BS, mask_BS, lengths_B = pad_sequences(some, pad_id)
-        hidden_BSH = roles.model("critic").base_model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state
+        hidden_BSH = (
+            roles.model("critic").base_model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state
+        )
         values_BS = roles.head("critic")(hidden_BSH).cpu()
         block = torch.zeros(len(rows), width)
         block[_response_places(some, width)] = values_BS[:, :-1][mask_BS[:, 1:]]
@@ -115,7 +125,9 @@ def values_BT(roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, mic
 
 
 @torch.inference_mode()
-def scores_B(roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int, role: Role = "reward") -> Tensor:
+def scores_B(
+    roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int, role: Role = "reward"
+) -> Tensor:
     """The reward model's score of each sequence: [B] float32 on the CPU."""
     out = torch.zeros(len(sequences))
     for rows in micro_batches([len(s) for s in sequences], micro_tokens):

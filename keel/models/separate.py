@@ -24,8 +24,14 @@ class SeparateRoles:
                 parameter.requires_grad_(role in self.trainable)
 
     @classmethod
-    def build(cls, start: PreTrainedModel, roles: Collection[Role], trainable: Collection[Role], seed: int,
-              reward: tuple[PreTrainedModel, ScalarHead] | None = None) -> "SeparateRoles":
+    def build(
+        cls,
+        start: PreTrainedModel,
+        roles: Collection[Role],
+        trainable: Collection[Role],
+        seed: int,
+        reward: tuple[PreTrainedModel, ScalarHead] | None = None,
+    ) -> "SeparateRoles":
         """Roles that all start from `start`; reward and critic from `reward` where it is given, else with new heads.
 
         `start` and the reward model are taken over, copies are made only for the roles beyond them.

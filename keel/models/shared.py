@@ -26,8 +26,15 @@ ADAPTER_FILE = "adapter_model.safetensors"
 class SharedRoles:
     """All roles on one base. `roles.Roles` says what each method does."""
 
-    def __init__(self, base: PreTrainedModel, roles: Collection[Role], trainable: Collection[Role], rank: int, alpha: float,
-                 seed: int):
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        roles: Collection[Role],
+        trainable: Collection[Role],
+        rank: int,
+        alpha: float,
+        seed: int,
+    ):
         """Injects one adapter per role (none for the reference); fresh adapters change nothing until they are trained.
 
         Asserts that every trainable role has an adapter. The same seed gives the same adapters.
@@ -36,7 +43,9 @@ class SharedRoles:
         self.base_state = dict(base.state_dict(keep_vars=True))  # before injection: the names of a plain model
         self.active: Role | None = None
         assert self.trainable <= self.roles - {"reference"}
-        self.config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.config = LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         hidden = base.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
@@ -46,9 +55,13 @@ class SharedRoles:
                     warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are the point
                     inject_adapter_in_model(self.config, base, adapter_name=role)
         self.layers = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
-        self.heads = {r: ScalarHead(hidden, generator if r == "reward" else None).to(base.device)
-                      for r in sorted(self.roles.intersection(HEADED))}
-        self.adapters: dict[Role, dict[str, nn.Parameter]] = {r: self._adapter(r) for r in sorted(self.roles - {"reference"})}
+        self.heads = {
+            r: ScalarHead(hidden, generator if r == "reward" else None).to(base.device)
+            for r in sorted(self.roles.intersection(HEADED))
+        }
+        self.adapters: dict[Role, dict[str, nn.Parameter]] = {
+            r: self._adapter(r) for r in sorted(self.roles - {"reference"})
+        }
         for own in self.adapters.values():
             for parameter in own.values():
                 parameter.data = parameter.data.float()
@@ -124,7 +137,10 @@ class SharedRoles:
             report = set_peft_model_state_dict(self.base, adapter, adapter_name=role)
             ours = get_peft_model_state_dict(self.base, adapter_name=role)
             if report.unexpected_keys or ours.keys() != adapter.keys():
-                raise ModelError("the reward model's adapter does not fit this base", where=str(folder),
-                                 remedy="run the reward stage again with this model")
+                raise ModelError(
+                    "the reward model's adapter does not fit this base",
+                    where=str(folder),
+                    remedy="run the reward stage again with this model",
+                )
             self.heads[role].load_state_dict(head.state_dict())
         self._freeze()

@@ -22,7 +22,9 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(torch.uint8).numpy().data if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy().data)
+        digest.update(
+            tensor.view(torch.uint8).numpy().data if tensor.dim() else tensor.reshape(1).view(torch.uint8).numpy().data
+        )
     return digest.hexdigest()
 
 
@@ -46,6 +48,9 @@ def load_head(file: Path, hidden: int, device: torch.device) -> ScalarHead:
     try:
         head.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"the scalar head cannot be loaded: {str(error).splitlines()[0]}", where=str(file),
-                         remedy="run the reward stage again") from None
+        raise ModelError(
+            f"the scalar head cannot be loaded: {str(error).splitlines()[0]}",
+            where=str(file),
+            remedy="run the reward stage again",
+        ) from None
     return head.to(device)

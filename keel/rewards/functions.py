@@ -40,12 +40,18 @@ class FunctionReward:
         try:
             module = _module(place)
         except (ImportError, OSError, SyntaxError) as error:
-            raise RewardError(f"the reward function's module cannot be imported: {error}", where=name,
-                              remedy="name it as file.py:function or package.module:function, and install what it imports") from None
+            raise RewardError(
+                f"the reward function's module cannot be imported: {error}",
+                where=name,
+                remedy="name it as file.py:function or package.module:function, and install what it imports",
+            ) from None
         function = getattr(module, attribute, None)
         if not callable(function):
-            raise RewardError(f"there is no function {attribute!r} in {place}", where=name,
-                              remedy=f"functions there: {', '.join(_functions(module)) or 'none'}")
+            raise RewardError(
+                f"there is no function {attribute!r} in {place}",
+                where=name,
+                remedy=f"functions there: {', '.join(_functions(module)) or 'none'}",
+            )
         return cls(function, name)
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -54,8 +60,13 @@ class FunctionReward:
 
     def _one(self, rollouts: Rollouts, b: int) -> float:
         prompt = rollouts.prompts[b]
-        given: dict[str, Any] = {**prompt.columns, "prompt": prompt.text, "response": rollouts.texts[b],
-                                 "finish_reason": rollouts.finish[b], "messages": list(prompt.messages)}
+        given: dict[str, Any] = {
+            **prompt.columns,
+            "prompt": prompt.text,
+            "response": rollouts.texts[b],
+            "finish_reason": rollouts.finish[b],
+            "messages": list(prompt.messages),
+        }
         if not self.takes_all:
             given = {name: value for name, value in given.items() if name in self.takes}
         try:
@@ -63,14 +74,19 @@ class FunctionReward:
         except KeelError:
             raise
         except Exception as error:
-            raise RewardError(f"the reward function raised {type(error).__name__}: {error}",
-                              where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
-                              remedy=f"it was called with {', '.join(sorted(given))}") from error
+            raise RewardError(
+                f"the reward function raised {type(error).__name__}: {error}",
+                where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
+                remedy=f"it was called with {', '.join(sorted(given))}",
+            ) from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, numbers.Real):
-            raise RewardError(f"the reward function returned {type(value).__name__}, not a number",
-                              where=f"{self.name}, prompt {prompt.source or b}", remedy="return one float per response")
+            raise RewardError(
+                f"the reward function returned {type(value).__name__}, not a number",
+                where=f"{self.name}, prompt {prompt.source or b}",
+                remedy="return one float per response",
+            )
         return float(value)
 
 

@@ -22,8 +22,8 @@ class GrowingLayer(DynamicLayer):
             self.value_buffer = value_states.new_empty(rows, heads, self.limit, value_states.shape[-1])
             self.is_initialized = True
         end = self.length + key_states.shape[-2]
-        self.key_buffer[:, :, self.length:end] = key_states
-        self.value_buffer[:, :, self.length:end] = value_states
+        self.key_buffer[:, :, self.length : end] = key_states
+        self.value_buffer[:, :, self.length : end] = value_states
         self.length = end
         self.keys, self.values = self.key_buffer[:, :, :end], self.value_buffer[:, :, :end]
         return self.keys, self.values
@@ -42,7 +42,9 @@ def growing_cache(config: PretrainedConfig, limit: int) -> DynamicCache:
     """The cache that transformers would make for this model, its full-attention layers written in place."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    assert all(hasattr(layer, "batch_select_indices") for layer in cache.layers), "finished rows cannot leave this cache"
+    assert all(hasattr(layer, "batch_select_indices") for layer in cache.layers), (
+        "finished rows cannot leave this cache"
+    )
     return cache
 
 
@@ -50,5 +52,3 @@ def select_rows(cache: DynamicCache, rows: Tensor) -> None:
     """Keeps the given rows of every layer."""
     for layer in cache.layers:
         layer.batch_select_indices(rows)  # type: ignore[attr-defined]
-
-

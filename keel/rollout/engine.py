@@ -24,8 +24,16 @@ class Sampling:
 class Engine(Protocol):
     """Makes responses with the newest weights that it was given."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, step: int, version: int = 0,
-                 progress: Callable[[int], None] | None = None) -> Rollouts:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        version: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> Rollouts:
         """One response per prompt; repeat a prompt for several. The k-th response depends on (seed, step, k), the
         weights and its prompt alone. `progress` is told how many responses have ended."""
         ...

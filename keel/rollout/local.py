@@ -26,8 +26,16 @@ class LocalEngine:
         self.roles, self.encoder, self.role = roles, encoder, role
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, step: int, version: int = 0,
-                 progress: Callable[[int], None] | None = None) -> Rollouts:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        version: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> Rollouts:
         """See `engine.Engine`."""
         prompt_ids = [self.encoder.prompt_ids(prompt) for prompt in prompts]
         keys = sample_keys(seed, step, np.arange(len(prompts)))
@@ -46,10 +54,20 @@ class LocalEngine:
         mask_BT = torch.arange(width) < lengths_B[:, None]
         finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_B.tolist()]
         texts = [self.encoder.decode(row[:n]) for row, n in zip(ids_BT.tolist(), lengths_B.tolist(), strict=True)]
-        return Rollouts(list(prompts), prompt_ids, ids_BT[:, :width].clone(), mask_BT, logprobs_BT[:, :width].clone(),
-                        finish, texts, version)
+        return Rollouts(
+            list(prompts),
+            prompt_ids,
+            ids_BT[:, :width].clone(),
+            mask_BT,
+            logprobs_BT[:, :width].clone(),
+            finish,
+            texts,
+            version,
+        )
 
-    def _decode(self, prompt_ids: list[tuple[int, ...]], keys: np.ndarray, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _decode(
+        self, prompt_ids: list[tuple[int, ...]], keys: np.ndarray, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         model, device = self.roles.model(self.role), self.roles.device
         rows, most, width = len(prompt_ids), sampling.max_tokens, max(map(len, prompt_ids))
         ids_BT = torch.zeros(rows, most, dtype=torch.long)
@@ -63,9 +81,16 @@ class LocalEngine:
         running = torch.arange(rows)
         weight_VH, bias_V = unembedding(model)
         for t in range(most):
-            hidden = model.base_model(input_ids=ids_BS, attention_mask=seen_BS[:, : width + t], position_ids=places_BS,
-                                      cache=cache, use_cache=True).last_hidden_state[:, -1]
-            tokens, logprobs = _choose(linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t))
+            hidden = model.base_model(
+                input_ids=ids_BS,
+                attention_mask=seen_BS[:, : width + t],
+                position_ids=places_BS,
+                cache=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            tokens, logprobs = _choose(
+                linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
+            )
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
             ids_BT[running, t], logprobs_BT[running, t] = tokens, logprobs
             ended = torch.isin(tokens, eos) & ~stopped_B[running]
@@ -106,5 +131,7 @@ def _choose(logits_BV: Tensor, temperature: float, noise_B: np.ndarray) -> tuple
         logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, -1)
         cumulative_BV = logprobs_BV.exp().double().cumsum(-1)
         target_B1 = torch.from_numpy(noise_B).to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
-        tokens_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_max(logits_BV.shape[-1] - 1)
+        tokens_B = (
+            torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_max(logits_BV.shape[-1] - 1)
+        )
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)

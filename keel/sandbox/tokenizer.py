@@ -30,7 +30,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(SPECIAL_TOKENS) + len(alphabet) + 1
     if vocab_size < smallest:
-        raise ConfigError(f"a vocabulary of {vocab_size} is too small", where="vocab_size", remedy=f"use {smallest} or more")
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} is too small", where="vocab_size", remedy=f"use {smallest} or more"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -52,7 +52,14 @@ def request_from_columns(columns: dict[str, Any], text: str = "") -> Request:
     Raises:
         DataError: a column is missing or holds a word that the world does not know.
     """
-    known = {"topic": TOPICS, "mood": MOODS, "item": ITEMS, "day": ("", *DAYS), "city": ("", *CITIES), "name": ("", *NAMES)}
+    known = {
+        "topic": TOPICS,
+        "mood": MOODS,
+        "item": ITEMS,
+        "day": ("", *DAYS),
+        "city": ("", *CITIES),
+        "name": ("", *NAMES),
+    }
     for key, words in known.items():
         if columns.get(key) not in words:
             raise DataError(

@@ -26,8 +26,14 @@ EVAL_STEP = 1 << 42
 """Sampling step of evaluation; the same for both models, so that they answer with the same noise."""
 
 
-def eval_stage(run: Run, stage: StageFolder, start: Path | str, policy_folder: Path, reward_folder: Path | None,
-               prompts: list[Prompt]) -> dict[str, Any]:
+def eval_stage(
+    run: Run,
+    stage: StageFolder,
+    start: Path | str,
+    policy_folder: Path,
+    reward_folder: Path | None,
+    prompts: list[Prompt],
+) -> dict[str, Any]:
     """Samples both models once per prompt and returns scores, win rate, KL, lengths, entropy and shares; writes every
     response to samples.jsonl."""
     recipe, ppo = run.recipe, run.recipe.ppo
@@ -38,14 +44,26 @@ def eval_stage(run: Run, stage: StageFolder, start: Path | str, policy_folder: P
     sampling = Sampling(ppo.temperature, recipe.model.max_response_tokens)
     with run.console.task("answering held-out prompts", 2 * len(prompts), unit="reply") as task:
         before = LocalEngine(frozen, encoder, "reference").generate(
-            prompts, sampling, seed=recipe.seed, step=EVAL_STEP, progress=task.update)
+            prompts, sampling, seed=recipe.seed, step=EVAL_STEP, progress=task.update
+        )
         after = LocalEngine(trained, encoder).generate(
-            prompts, sampling, seed=recipe.seed, step=EVAL_STEP, version=ppo.updates,
-            progress=lambda done: task.update(len(prompts) + done))
-    source: Reward = LearnedReward(frozen, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
+            prompts,
+            sampling,
+            seed=recipe.seed,
+            step=EVAL_STEP,
+            version=ppo.updates,
+            progress=lambda done: task.update(len(prompts) + done),
+        )
+    source: Reward = (
+        LearnedReward(frozen, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
+    )
     old, new = source.score(before), source.score(after)
-    policy, entropy = logprobs_BT(trained, "policy", after.sequences(), ppo.temperature, encoder.pad_id, ppo.micro_tokens)
-    reference, _ = logprobs_BT(frozen, "reference", after.sequences(), ppo.temperature, encoder.pad_id, ppo.micro_tokens)
+    policy, entropy = logprobs_BT(
+        trained, "policy", after.sequences(), ppo.temperature, encoder.pad_id, ppo.micro_tokens
+    )
+    reference, _ = logprobs_BT(
+        frozen, "reference", after.sequences(), ppo.temperature, encoder.pad_id, ppo.micro_tokens
+    )
     kl = kl_per_response(policy, reference, after.response_mask_BT)
     result: dict[str, Any] = {
         "prompts": len(prompts),
@@ -64,4 +82,3 @@ def eval_stage(run: Run, stage: StageFolder, start: Path | str, policy_folder: P
     write_lines(stage.samples, samples)
     result["shown"] = samples[: recipe.eval.shown]  # the first prompts as they come: no picking
     return result
-

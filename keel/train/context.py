@@ -49,7 +49,9 @@ class Session:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.metrics, self.samples, self.events = (JsonLines(p) for p in (self.stage.metrics, self.stage.samples, self.stage.events))
+        self.metrics, self.samples, self.events = (
+            JsonLines(p) for p in (self.stage.metrics, self.stage.samples, self.stage.events)
+        )
         self.saved = -1
         found = checkpoint.load_latest(self.stage.checkpoints)
         if found:
@@ -59,7 +61,9 @@ class Session:
         self.began = time.monotonic()
 
     def _restore(self, found: checkpoint.Checkpoint) -> None:
-        restore_tensors(self.roles, {n.removeprefix("weights/"): t for n, t in found.tensors.items() if n.startswith("weights/")})
+        restore_tensors(
+            self.roles, {n.removeprefix("weights/"): t for n, t in found.tensors.items() if n.startswith("weights/")}
+        )
         for name, optimizer in self.optimizers.items():
             part = f"{name}/"
             own = {n.removeprefix(part): t for n, t in found.tensors.items() if n.startswith(part)}
@@ -84,8 +88,11 @@ class Session:
             self.save()
         if stop and not last:
             self.close()
-            raise Interrupted(f"stopped at step {self.step} of stage {self.stage.path.name}; everything up to there is saved",
-                              where=str(self.stage.path), remedy=f"the same command goes on from there: {self.run.command}")
+            raise Interrupted(
+                f"stopped at step {self.step} of stage {self.stage.path.name}; everything up to there is saved",
+                where=str(self.stage.path),
+                remedy=f"the same command goes on from there: {self.run.command}",
+            )
 
     def save(self) -> None:
         """Writes a checkpoint of this step, unless there is one."""

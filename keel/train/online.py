@@ -34,8 +34,15 @@ SHOWN_SAMPLES = 4
 """Responses written to samples.jsonl per update."""
 
 
-def train_ppo(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prompts: Sequence[Prompt], reward: Reward,
-              gold: Callable[[Rollouts], Tensor] | None) -> None:
+def train_ppo(
+    run: Run,
+    stage: StageFolder,
+    roles: Roles,
+    encoder: Encoder,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    gold: Callable[[Rollouts], Tensor] | None,
+) -> None:
     """Trains the roles `policy` and `critic`; goes on from the newest checkpoint.
 
     gold: scores that are only logged, never trained on. Raises Interrupted, NumberError, RewardError, RunError.
@@ -43,8 +50,14 @@ def train_ppo(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prom
     ppo, seed = _settings(run), run.recipe.seed
     policy_optimizer = make_optimizer(roles.parameters("policy").values())
     critic_optimizer = make_optimizer(roles.parameters("critic").values())
-    session = Session(run, stage, roles, {"policy_optimizer": policy_optimizer, "critic_optimizer": critic_optimizer},
-                      ppo.checkpoint_every, {"kl_coefficient": ppo.kl.coefficient, "warming": ppo.critic.warmup_cap > 0})
+    session = Session(
+        run,
+        stage,
+        roles,
+        {"policy_optimizer": policy_optimizer, "critic_optimizer": critic_optimizer},
+        ppo.checkpoint_every,
+        {"kl_coefficient": ppo.kl.coefficient, "warming": ppo.critic.warmup_cap > 0},
+    )
     state = session.state
     engine = LocalEngine(roles, encoder)
     sampling = Sampling(ppo.temperature, run.recipe.model.max_response_tokens)
@@ -68,20 +81,35 @@ def train_ppo(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prom
             seen["dropped"] = len(rollouts) - len(kept)
             metrics: dict[str, float] = {}
             if kept:
-                experience, metrics = make_experience(roles, encoder.pad_id, rollouts.select(kept), scores_B[kept], ppo,
-                                                      state["kl_coefficient"])
+                experience, metrics = make_experience(
+                    roles, encoder.pad_id, rollouts.select(kept), scores_B[kept], ppo, state["kl_coefficient"]
+                )
                 clock.lap("experience")
                 fresh = metrics["explained_variance"]
                 if fresh >= ppo.critic.warmup_explained_variance or step >= ppo.critic.warmup_cap:
                     state["warming"] = False
-                metrics |= update(roles, encoder.pad_id, experience, ppo, seed, step, policy_optimizer, critic_optimizer,
-                                  warming=state["warming"])
+                metrics |= update(
+                    roles,
+                    encoder.pad_id,
+                    experience,
+                    ppo,
+                    seed,
+                    step,
+                    policy_optimizer,
+                    critic_optimizer,
+                    warming=state["warming"],
+                )
             clock.lap("update")
 
-            metrics |= {"kl_coefficient": state["kl_coefficient"], "warming": float(state["warming"]),
-                        "learning_rate": rate * ppo.policy.learning_rate}
+            metrics |= {
+                "kl_coefficient": state["kl_coefficient"],
+                "warming": float(state["warming"]),
+                "learning_rate": rate * ppo.policy.learning_rate,
+            }
             if kept and ppo.kl.controller == "adaptive":
-                state["kl_coefficient"] = _adapted(state["kl_coefficient"], metrics["kl_per_response"], ppo.kl, len(kept))
+                state["kl_coefficient"] = _adapted(
+                    state["kl_coefficient"], metrics["kl_per_response"], ppo.kl, len(kept)
+                )
             session.step += 1
             numbers = session.log({**seen, **metrics, **clock.laps, "seconds": clock.total()})
             if kept:
@@ -91,8 +119,9 @@ def train_ppo(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prom
     session.close()
 
 
-def make_experience(roles: Roles, pad_id: int, rollouts: Rollouts, scores_B: Tensor, ppo: PpoConfig, kl_coefficient: float
-                    ) -> tuple[Experience, dict[str, float]]:
+def make_experience(
+    roles: Roles, pad_id: int, rollouts: Rollouts, scores_B: Tensor, ppo: PpoConfig, kl_coefficient: float
+) -> tuple[Experience, dict[str, float]]:
     """All that an update needs, from the weights before it. Metrics are over the response tokens of these rollouts."""
     sequences, mask_BT = rollouts.sequences(), rollouts.response_mask_BT
     policy_BT, entropy_BT = logprobs_BT(roles, "policy", sequences, ppo.temperature, pad_id, ppo.micro_tokens)
@@ -107,8 +136,17 @@ def make_experience(roles: Roles, pad_id: int, rollouts: Rollouts, scores_B: Ten
     rewards_BT = token_rewards(shaped_B, kl_BT, kl_coefficient, mask_BT)
     beyond_B = torch.where(stopped_B, 0.0, last_B) if ppo.truncated == "bootstrap" else None
     advantages_BT, returns_BT = gae(rewards_BT, before_BT, mask_BT, ppo.gamma, ppo.lam, beyond_B)
-    experience = Experience(rollouts, scores_B, policy_BT, reference_BT, before_BT, kl_BT, rewards_BT,
-                            masked_whiten(advantages_BT, mask_BT), returns_BT)
+    experience = Experience(
+        rollouts,
+        scores_B,
+        policy_BT,
+        reference_BT,
+        before_BT,
+        kl_BT,
+        rewards_BT,
+        masked_whiten(advantages_BT, mask_BT),
+        returns_BT,
+    )
     # Explained variance is against what really came, not against returns that hold the critic's own guesses.
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
     metrics = {
@@ -123,8 +161,18 @@ def make_experience(roles: Roles, pad_id: int, rollouts: Rollouts, scores_B: Ten
     return experience, metrics
 
 
-def update(roles: Roles, pad_id: int, experience: Experience, ppo: PpoConfig, seed: int, step: int,
-           policy_optimizer: torch.optim.Optimizer, critic_optimizer: torch.optim.Optimizer, *, warming: bool) -> dict[str, float]:
+def update(
+    roles: Roles,
+    pad_id: int,
+    experience: Experience,
+    ppo: PpoConfig,
+    seed: int,
+    step: int,
+    policy_optimizer: torch.optim.Optimizer,
+    critic_optimizer: torch.optim.Optimizer,
+    *,
+    warming: bool,
+) -> dict[str, float]:
     """Epochs of minibatches of micro-batches; one optimizer step per minibatch. While warming only the critic learns.
 
     Returns means over the minibatches; `first_log_ratio` is the first one's largest |log ratio|.
@@ -141,7 +189,9 @@ def update(roles: Roles, pad_id: int, experience: Experience, ppo: PpoConfig, se
             where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
             metrics["critic_grad_norm"] = guarded_step(critic_optimizer, ppo.critic.max_grad_norm, f"{where}, critic")
             if not warming:
-                metrics["policy_grad_norm"] = guarded_step(policy_optimizer, ppo.policy.max_grad_norm, f"{where}, policy")
+                metrics["policy_grad_norm"] = guarded_step(
+                    policy_optimizer, ppo.policy.max_grad_norm, f"{where}, policy"
+                )
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
     count = ppo.epochs * min(ppo.minibatches, rows_all)
@@ -150,8 +200,9 @@ def update(roles: Roles, pad_id: int, experience: Experience, ppo: PpoConfig, se
     return {name: value / count for name, value in totals.items()} | {"first_log_ratio": first}
 
 
-def accumulate(roles: Roles, pad_id: int, experience: Experience, rows: Sequence[int], ppo: PpoConfig, *, warming: bool
-               ) -> dict[str, float]:
+def accumulate(
+    roles: Roles, pad_id: int, experience: Experience, rows: Sequence[int], ppo: PpoConfig, *, warming: bool
+) -> dict[str, float]:
     """Adds the gradients of one minibatch, micro-batch by micro-batch; both losses are means over its response tokens.
 
     Raises NumberError where a loss is not finite, before any optimizer has stepped.
@@ -170,16 +221,23 @@ def accumulate(roles: Roles, pad_id: int, experience: Experience, rows: Sequence
         everything_N = torch.ones(int(inside.sum()), dtype=torch.bool, device=roles.device)
         if not warming:
             logprobs_N, _ = micro_logprobs(roles, "policy", ids_BS, places_BS, ppo.temperature)
-            loss, metrics = ppo_clip(logprobs_N, packed(experience.policy_logprobs_BT), packed(experience.advantages_BT),
-                                     everything_N, ppo.policy.clip, tokens)
+            loss, metrics = ppo_clip(
+                logprobs_N,
+                packed(experience.policy_logprobs_BT),
+                packed(experience.advantages_BT),
+                everything_N,
+                ppo.policy.clip,
+                tokens,
+            )
             _backward(loss, "policy")
             totals["policy_loss"] += loss.item()
             for name in ("clip_fraction", "approx_kl"):
                 totals[name] += float(metrics[name])
             totals["log_ratio_abs_max"] = max(totals["log_ratio_abs_max"], float(metrics["log_ratio_abs_max"]))
         values_N = micro_values(roles, ids_BS, places_BS)
-        loss, _ = value_loss(values_N, packed(experience.values_BT), packed(experience.returns_BT), everything_N,
-                             ppo.critic.clip, tokens)
+        loss, _ = value_loss(
+            values_N, packed(experience.values_BT), packed(experience.returns_BT), everything_N, ppo.critic.clip, tokens
+        )
         _backward(loss, "critic")
         totals["value_loss"] += loss.item()
     return totals
@@ -187,8 +245,11 @@ def accumulate(roles: Roles, pad_id: int, experience: Experience, rows: Sequence
 
 def _backward(loss: Tensor, part: str) -> None:
     if not torch.isfinite(loss):
-        raise NumberError(f"the {part}'s loss is {loss.item()}; the optimizer did not step", where="ppo",
-                          remedy="look at the rewards of this step; the same command goes on from the last checkpoint")
+        raise NumberError(
+            f"the {part}'s loss is {loss.item()}; the optimizer did not step",
+            where="ppo",
+            remedy="look at the rewards of this step; the same command goes on from the last checkpoint",
+        )
     loss.backward()
 
 
@@ -206,7 +267,9 @@ def _adapted(coefficient: float, kl_per_response: float, kl: KlConfig, episodes:
     return adaptive_coefficient(coefficient, kl_per_response, kl.target, kl.horizon, episodes)
 
 
-def _rollout_metrics(rollouts: Rollouts, scores_B: Tensor, gold: Callable[[Rollouts], Tensor] | None) -> dict[str, float]:
+def _rollout_metrics(
+    rollouts: Rollouts, scores_B: Tensor, gold: Callable[[Rollouts], Tensor] | None
+) -> dict[str, float]:
     seen = {
         "score": scores_B.mean().item(),
         "score_sd": scores_B.std(correction=0).item(),
@@ -229,12 +292,21 @@ def _write_samples(session: Session, experience: Experience) -> None:
     for b in range(min(SHOWN_SAMPLES, len(rollouts))):
         inside = rollouts.response_mask_BT[b]
         streams = {"kl": experience.kl_BT, "value": experience.values_BT, "advantage": experience.advantages_BT}
-        session.samples.append({
-            "step": session.step, "prompt": rollouts.prompts[b].text, "response": rollouts.texts[b],
-            "score": experience.scores_B[b].item(), "kl": experience.kl_BT[b][inside].sum().item(), "finish": rollouts.finish[b],
-            "ids": rollouts.response_ids_BT[b][inside].tolist(),
-            **{f"{name}_per_token": [round(x, 5) for x in stream[b][inside].tolist()] for name, stream in streams.items()},
-        })
+        session.samples.append(
+            {
+                "step": session.step,
+                "prompt": rollouts.prompts[b].text,
+                "response": rollouts.texts[b],
+                "score": experience.scores_B[b].item(),
+                "kl": experience.kl_BT[b][inside].sum().item(),
+                "finish": rollouts.finish[b],
+                "ids": rollouts.response_ids_BT[b][inside].tolist(),
+                **{
+                    f"{name}_per_token": [round(x, 5) for x in stream[b][inside].tolist()]
+                    for name, stream in streams.items()
+                },
+            }
+        )
 
 
 class _Clock:

@@ -41,9 +41,12 @@ def guarded_step(optimizer: Optimizer, max_grad_norm: float, where: str) -> floa
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
-        raise NumberError(f"the gradient's norm is {norm.item()}; the optimizer did not step", where=where,
-                          remedy="lower the learning rate, or look at the rewards and rows of this step; "
-                                 "the same command goes on from the last checkpoint")
+        raise NumberError(
+            f"the gradient's norm is {norm.item()}; the optimizer did not step",
+            where=where,
+            remedy="lower the learning rate, or look at the rewards and rows of this step; "
+            "the same command goes on from the last checkpoint",
+        )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()

@@ -28,15 +28,21 @@ UNIMPORTANT = {"checkpoint_every", "shown"}
 """Settings that change no result: a stage made with another value is the same stage."""
 
 
-def run_recipe(recipe: Recipe, console: Console, command: str, only: str | None = None, overwrite: bool = False) -> Path:
+def run_recipe(
+    recipe: Recipe, console: Console, command: str, only: str | None = None, overwrite: bool = False
+) -> Path:
     """Runs the recipe's stages (or one of them, on what is there) and returns the run folder.
 
     Raises:
         KeelError: with what is wrong, where and the remedy; what was there stays there.
     """
     torch.set_num_threads(recipe.threads or 1)
-    with RunFolder.open(recipe.root, recipe.name) as folder, Interrupt(lambda: console.line(
-            "finishing this step and saving; once more to stop at once", "yellow")) as interrupt:
+    with (
+        RunFolder.open(recipe.root, recipe.name) as folder,
+        Interrupt(
+            lambda: console.line("finishing this step and saving; once more to stop at once", "yellow")
+        ) as interrupt,
+    ):
         run = Run(recipe, folder, console, interrupt, pick_device(recipe.model.device), command)
         pipeline = Pipeline(run, only, overwrite)
         pipeline.go()
@@ -61,9 +67,14 @@ class Pipeline:
             start = self._stage("sft", {"data": read.sha256}, lambda s: stages.sft_stage(self.run, s, base, read, data))
         reward_folder = None
         if recipe.reward and self._reaches("reward"):
-            pairs = read_preferences(recipe.reward.data.path, recipe.reward.data.columns) if recipe.reward.data else None
-            reward_folder = self._stage("reward", {"data": pairs.sha256 if pairs else "sandbox"},
-                                        lambda s: stages.reward_stage(self.run, s, start, pairs, data))
+            pairs = (
+                read_preferences(recipe.reward.data.path, recipe.reward.data.columns) if recipe.reward.data else None
+            )
+            reward_folder = self._stage(
+                "reward",
+                {"data": pairs.sha256 if pairs else "sandbox"},
+                lambda s: stages.reward_stage(self.run, s, start, pairs, data),
+            )
         if recipe.ppo and self._reaches("ppo"):
             train, held_out, counts = stages.read_stage_prompts(recipe, data)
             inputs = {"data": counts["sha256"], "held_out": len(held_out)}
@@ -100,9 +111,16 @@ class Pipeline:
         fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         self.fingerprints[name] = fingerprint
         stage, console = self.run.folder.stage(name), self.run.console
-        if self.only not in (None, name) and name != "base" and (not stage.path.exists() or stage.finished(fingerprint) is None):
-            raise RunError(f"the stage {self.only!r} needs the stage {name!r}, which is not finished with these settings",
-                           where=str(stage.path), remedy="run the whole recipe with `keel run`, or that stage first")
+        if (
+            self.only not in (None, name)
+            and name != "base"
+            and (not stage.path.exists() or stage.finished(fingerprint) is None)
+        ):
+            raise RunError(
+                f"the stage {self.only!r} needs the stage {name!r}, which is not finished with these settings",
+                where=str(stage.path),
+                remedy="run the whole recipe with `keel run`, or that stage first",
+            )
         state = stage.check(fingerprint, parts, self.overwrite and self.only in (None, name))
         result = stage.finished(fingerprint) if state == "finished" else None
         if result is None:
@@ -120,14 +138,25 @@ class Pipeline:
     def _settings(self, name: str) -> dict[str, Any]:
         tree = self.recipe.model_dump(mode="json")
         section = {"base": "sandbox"}.get(name, name)
-        chosen = {"seed": tree["seed"], "model": {k: v for k, v in tree["model"].items() if k != "device"}, section: tree[section]}
+        chosen = {
+            "seed": tree["seed"],
+            "model": {k: v for k, v in tree["model"].items() if k != "device"},
+            section: tree[section],
+        }
         return {key: value for key, value in flat(chosen).items() if key.rpartition(".")[2] not in UNIMPORTANT}
 
     def _manifest(self) -> None:
-        self.run.folder.write_manifest({
-            "recipe": self.recipe.model_dump(mode="json"), "fingerprints": self.fingerprints, "command": self.run.command,
-            "metrics": {m.name: {"unit": m.unit, "meaning": m.meaning, "healthy": m.healthy} for m in registry.REGISTRY.values()},
-        })
+        self.run.folder.write_manifest(
+            {
+                "recipe": self.recipe.model_dump(mode="json"),
+                "fingerprints": self.fingerprints,
+                "command": self.run.command,
+                "metrics": {
+                    m.name: {"unit": m.unit, "meaning": m.meaning, "healthy": m.healthy}
+                    for m in registry.REGISTRY.values()
+                },
+            }
+        )
 
     def _picture(self) -> None:
         draw(self.run, self.results.get("base", {}).get("gold_best"))
@@ -142,4 +171,3 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[f"{prefix}{key}"] = value
     return out
-

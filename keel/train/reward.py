@@ -20,7 +20,9 @@ class EncodedPair:
     rejected: TokenSequence
 
 
-def pair_loss(roles: Roles, pairs: Sequence[EncodedPair], pad_id: int, micro_tokens: int) -> Callable[[list[int]], dict[str, float]]:
+def pair_loss(
+    roles: Roles, pairs: Sequence[EncodedPair], pad_id: int, micro_tokens: int
+) -> Callable[[list[int]], dict[str, float]]:
     """A step for `supervised.fit`: mean -log sigmoid(chosen - rejected) over the batch's pairs, the two of a pair in one pass."""
 
     def step(rows: list[int]) -> dict[str, float]:

@@ -10,8 +10,9 @@ from keel.models.roles import Role, Roles, logprobs_BT, micro_logprobs
 from keel.types import TokenSequence
 
 
-def token_loss(roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
-               ) -> Callable[[list[int]], dict[str, float]]:
+def token_loss(
+    roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
+) -> Callable[[list[int]], dict[str, float]]:
     """A step for `supervised.fit`: cross entropy summed over the response tokens of the batch, divided by their number.
 
     The denominator is counted over the whole batch before any backward pass, so that the split into micro-batches
@@ -32,7 +33,9 @@ def token_loss(roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad
     return step
 
 
-def mean_loss(roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> dict[str, float]:
+def mean_loss(
+    roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
+) -> dict[str, float]:
     """The same loss over all response tokens of the sequences, without gradient, as `heldout_loss`."""
     if not sequences:
         return {}

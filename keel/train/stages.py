@@ -43,7 +43,9 @@ def load_encoder(recipe: Recipe, folder: Path | str) -> Encoder:
     except OSError:
         generation = None
     model = recipe.model
-    return Encoder(tokenizer, model.template, model.max_prompt_tokens, model.max_response_tokens, eos_ids_of(tokenizer, generation))
+    return Encoder(
+        tokenizer, model.template, model.max_prompt_tokens, model.max_response_tokens, eos_ids_of(tokenizer, generation)
+    )
 
 
 def save_tokenizer(encoder: Encoder, folder: Path) -> None:
@@ -56,15 +58,19 @@ def save_tokenizer(encoder: Encoder, folder: Path) -> None:
 def split_rows(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
     """Row numbers to train on and to keep back, by seed. Raises DataError where nothing would be left to train on."""
     if held_out >= count:
-        raise DataError(f"{held_out} rows are to be held out, but there are only {count}",
-                        remedy="give more data, or lower held_out (eval.prompts for prompts)")
+        raise DataError(
+            f"{held_out} rows are to be held out, but there are only {count}",
+            remedy="give more data, or lower held_out (eval.prompts for prompts)",
+        )
     order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, count]))).permutation(count).tolist()
     return sorted(order[held_out:]), sorted(order[:held_out])
 
 
 def read_stage_demonstrations(source: SourceConfig | None, data: Path) -> ReadResult[Demonstration]:
     """The recipe's demonstrations, or the sandbox's."""
-    return read_demonstrations(source.path, source.columns) if source else read_demonstrations(data / world.DEMONSTRATIONS)
+    return (
+        read_demonstrations(source.path, source.columns) if source else read_demonstrations(data / world.DEMONSTRATIONS)
+    )
 
 
 def read_stage_prompts(recipe: Recipe, data: Path) -> tuple[list[Prompt], list[Prompt], dict[str, Any]]:
@@ -76,10 +82,16 @@ def read_stage_prompts(recipe: Recipe, data: Path) -> tuple[list[Prompt], list[P
         return train.records, held.records[:count], {"sha256": train.sha256, **train.counts}
     read = read_prompts(source.path, source.columns, first_words=source.first_words)
     train_rows, held_rows = split_rows(len(read.records), count, recipe.seed)
-    return ([read.records[i] for i in train_rows], [read.records[i] for i in held_rows], {"sha256": read.sha256, **read.counts})
+    return (
+        [read.records[i] for i in train_rows],
+        [read.records[i] for i in held_rows],
+        {"sha256": read.sha256, **read.counts},
+    )
 
 
-def sft_stage(run: Run, stage: StageFolder, start: Path | str, read: ReadResult[Demonstration], data: Path) -> dict[str, Any]:
+def sft_stage(
+    run: Run, stage: StageFolder, start: Path | str, read: ReadResult[Demonstration], data: Path
+) -> dict[str, Any]:
     """Supervised fine-tuning; leaves the SFT model (adapters merged) as a plain folder."""
     recipe, sft = run.recipe, run.recipe.sft
     assert sft is not None
@@ -88,31 +100,59 @@ def sft_stage(run: Run, stage: StageFolder, start: Path | str, read: ReadResult[
     sequences = [encoder.sequence(d.prompt, d.response) for d in read.records]
     train, held = [sequences[i] for i in train_rows], [sequences[i] for i in held_rows]
     model = load_causal_lm(start, recipe.model.dtype, run.device)
-    roles: Roles = (SeparateRoles({"policy": model}, {}, ["policy"]) if sft.tuning == "full"
-                    else _shared(recipe, model, ["policy"], ["policy"]))
-    plan = Plan(steps_for(len(train), sft.batch, sft.epochs), sft.batch, sft.learning_rate, sft.warmup, sft.max_grad_norm,
-                sft.checkpoint_every)
-    numbers = fit(run, stage, "sft", roles, "policy", len(train), plan,
-                  token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
-                  lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens))
+    roles: Roles = (
+        SeparateRoles({"policy": model}, {}, ["policy"])
+        if sft.tuning == "full"
+        else _shared(recipe, model, ["policy"], ["policy"])
+    )
+    plan = Plan(
+        steps_for(len(train), sft.batch, sft.epochs),
+        sft.batch,
+        sft.learning_rate,
+        sft.warmup,
+        sft.max_grad_norm,
+        sft.checkpoint_every,
+    )
+    numbers = fit(
+        run,
+        stage,
+        "sft",
+        roles,
+        "policy",
+        len(train),
+        plan,
+        token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
+        lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
+    )
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
     lengths = [len(s.response_ids) for s in sequences]
     if recipe.sandbox:
         lengths = _good_half(lengths, read.records, data)
-    return {**numbers, "rows": read.counts, "cut": dict(encoder.counts), "steps": plan.steps,
-            "template": encoder.template_name, "length_demonstrations": float(np.mean(lengths))}
+    return {
+        **numbers,
+        "rows": read.counts,
+        "cut": dict(encoder.counts),
+        "steps": plan.steps,
+        "template": encoder.template_name,
+        "length_demonstrations": float(np.mean(lengths)),
+    }
 
 
 def _good_half(lengths: list[int], demonstrations: list[Demonstration], data: Path) -> list[int]:
     """Lengths of the demonstrations whose gold is at or above the median."""
     asked = {p.text: p.columns for p in read_prompts(data / world.PROMPTS).records}
-    golds = [sandbox.gold(prompt=d.prompt.text, response=d.response, finish_reason="stop", **asked[d.prompt.text]) for d in demonstrations]
+    golds = [
+        sandbox.gold(prompt=d.prompt.text, response=d.response, finish_reason="stop", **asked[d.prompt.text])
+        for d in demonstrations
+    ]
     middle = float(np.median(golds))
     return [n for n, gold in zip(lengths, golds, strict=True) if gold >= middle]
 
 
-def reward_stage(run: Run, stage: StageFolder, start: Path | str, read: ReadResult[PreferencePair] | None, data: Path) -> dict[str, Any]:
+def reward_stage(
+    run: Run, stage: StageFolder, start: Path | str, read: ReadResult[PreferencePair] | None, data: Path
+) -> dict[str, Any]:
     """Trains the reward model and normalises it over samples of the SFT model; leaves weights with a head."""
     recipe, settings = run.recipe, run.recipe.reward
     assert settings is not None
@@ -123,34 +163,66 @@ def reward_stage(run: Run, stage: StageFolder, start: Path | str, read: ReadResu
         read = read_preferences(world.collect_preferences(run, stage, roles, encoder, prompts))
     train, held = split_pairs(read.records, settings, recipe.seed)
     encoded = [EncodedPair(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in train]
-    encoded_held = [EncodedPair(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in held]
-    plan = Plan(steps_for(len(train), settings.batch, settings.epochs), settings.batch, settings.learning_rate, settings.warmup,
-                settings.max_grad_norm, settings.checkpoint_every)
+    encoded_held = [
+        EncodedPair(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in held
+    ]
+    plan = Plan(
+        steps_for(len(train), settings.batch, settings.epochs),
+        settings.batch,
+        settings.learning_rate,
+        settings.warmup,
+        settings.max_grad_norm,
+        settings.checkpoint_every,
+    )
 
     def measure() -> dict[str, float]:
         return {"heldout_accuracy": accuracy(pair_scores(roles, encoded_held, encoder.pad_id, settings.micro_tokens))}
 
-    numbers = fit(run, stage, "reward model", roles, "reward", len(train), plan,
-                  pair_loss(roles, encoded, encoder.pad_id, settings.micro_tokens), measure)
+    numbers = fit(
+        run,
+        stage,
+        "reward model",
+        roles,
+        "reward",
+        len(train),
+        plan,
+        pair_loss(roles, encoded, encoder.pad_id, settings.micro_tokens),
+        measure,
+    )
     asked = [train[i % len(train)].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
-            asked, Sampling(1.0, recipe.model.max_response_tokens), seed=recipe.seed, step=NORMALISE_STEP, progress=task.update)
+            asked,
+            Sampling(1.0, recipe.model.max_response_tokens),
+            seed=recipe.seed,
+            step=NORMALISE_STEP,
+            progress=task.update,
+        )
     mean, sd = normalise(roles, samples.sequences(), encoder.pad_id, settings.micro_tokens)
     assert isinstance(roles, SharedRoles | SeparateRoles)
     roles.save_headed("reward", stage.model)
     save_tokenizer(encoder, stage.model)
     share = numbers["heldout_accuracy"]
-    result: dict[str, Any] = {"accuracy": share, "accuracy_interval": wilson(share, len(held)), "pairs": len(train),
-                              "heldout_pairs": len(held), "rows": read.counts, "cut": dict(encoder.counts),
-                              "steps": plan.steps, "raw_mean": mean, "raw_sd": sd}
+    result: dict[str, Any] = {
+        "accuracy": share,
+        "accuracy_interval": wilson(share, len(held)),
+        "pairs": len(train),
+        "heldout_pairs": len(held),
+        "rows": read.counts,
+        "cut": dict(encoder.counts),
+        "steps": plan.steps,
+        "raw_mean": mean,
+        "raw_sd": sd,
+    }
     if recipe.sandbox:
         gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for p in held]
         result["accuracy_ceiling"] = sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)
     return result
 
 
-def split_pairs(pairs: Sequence[PreferencePair], settings: RewardConfig, seed: int) -> tuple[list[PreferencePair], list[PreferencePair]]:
+def split_pairs(
+    pairs: Sequence[PreferencePair], settings: RewardConfig, seed: int
+) -> tuple[list[PreferencePair], list[PreferencePair]]:
     """Pairs to train on and to keep back; no prompt is in both. Raises DataError where too few are left."""
     groups: dict[tuple[str, ...], list[PreferencePair]] = {}
     for pair in pairs:
@@ -163,26 +235,39 @@ def split_pairs(pairs: Sequence[PreferencePair], settings: RewardConfig, seed: i
         (held if len(held) < settings.held_out else train).extend(groups[keys[k]])
     train = train[: settings.max_pairs] if settings.max_pairs else train
     if len(train) < settings.batch:
-        raise DataError(f"{len(pairs)} preference pairs leave {len(train)} to train on, less than one batch of {settings.batch}",
-                        where="reward", remedy="give more pairs, or lower reward.held_out or reward.batch")
+        raise DataError(
+            f"{len(pairs)} preference pairs leave {len(train)} to train on, less than one batch of {settings.batch}",
+            where="reward",
+            remedy="give more pairs, or lower reward.held_out or reward.batch",
+        )
     return train, held
 
 
-def ppo_stage(run: Run, stage: StageFolder, start: Path | str, reward_folder: Path | None, prompts: list[Prompt]) -> dict[str, Any]:
+def ppo_stage(
+    run: Run, stage: StageFolder, start: Path | str, reward_folder: Path | None, prompts: list[Prompt]
+) -> dict[str, Any]:
     """PPO; leaves the policy as a plain folder. Asserts that reference and reward model are byte for byte as before."""
     recipe, ppo = run.recipe, run.recipe.ppo
     assert ppo is not None
     needed = ppo.rollouts // ppo.responses_per_prompt
     if len(prompts) < needed:
-        raise DataError(f"an update takes {needed} prompts, but there are only {len(prompts)}", where="ppo.data",
-                        remedy="give more prompts, or lower ppo.rollouts or eval.prompts")
+        raise DataError(
+            f"an update takes {needed} prompts, but there are only {len(prompts)}",
+            where="ppo.data",
+            remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
+        )
     encoder = load_encoder(recipe, start)
     wanted: list[Role] = ["policy", "critic", *(["reward"] if reward_folder else [])]
-    roles = (_with_reference(run, start, wanted, reward_folder) if recipe.model.backbone == "shared" or ppo.kl.coefficient > 0
-             else _separate(run, start, wanted, reward_folder))
+    roles = (
+        _with_reference(run, start, wanted, reward_folder)
+        if recipe.model.backbone == "shared" or ppo.kl.coefficient > 0
+        else _separate(run, start, wanted, reward_folder)
+    )
     frozen: list[Role] = [r for r in ("reference", "reward") if roles.has(r)]
     before = {role: roles.fingerprint(role) for role in frozen}
-    source: Reward = LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
+    source: Reward = (
+        LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
+    )
     gold = world.gold_reward().score if recipe.sandbox else None
     train_ppo(run, stage, roles, encoder, prompts, source, gold)
     after = {role: roles.fingerprint(role) for role in frozen}
@@ -211,7 +296,9 @@ def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_fold
 def _separate(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:
     dtype = run.recipe.model.dtype
     reward = load_headed(load_causal_lm(reward_folder, dtype, run.device), reward_folder) if reward_folder else None
-    trainable: list[Role] = [r for r in wanted if r in ("policy", "critic") or (r == "reward" and reward_folder is None)]
+    trainable: list[Role] = [
+        r for r in wanted if r in ("policy", "critic") or (r == "reward" and reward_folder is None)
+    ]
     return SeparateRoles.build(load_causal_lm(start, dtype, run.device), wanted, trainable, run.recipe.seed, reward)
 
 

@@ -27,10 +27,14 @@ def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any
     """The numbers of summary.json; docs/summary.md says what each is. Numbers that a recipe has no source for are absent."""
     recipe, evaluation = run.recipe, results["eval"]
     summary: dict[str, Any] = {
-        "name": recipe.name, "seed": recipe.seed, "seconds": sum(r.get("seconds", 0.0) for r in results.values()),
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "seconds": sum(r.get("seconds", 0.0) for r in results.values()),
         "seconds_by_stage": {name: r.get("seconds", 0.0) for name, r in results.items()},
-        "peak_rss_bytes": peak_rss_bytes(), "prompts": evaluation["prompts"],
-        "score_sft": evaluation["score"]["before"], "score_final": evaluation["score"]["after"],
+        "peak_rss_bytes": peak_rss_bytes(),
+        "prompts": evaluation["prompts"],
+        "score_sft": evaluation["score"]["before"],
+        "score_final": evaluation["score"]["after"],
         "score_sft_interval": evaluation["score"]["before_interval"],
         "score_final_interval": evaluation["score"]["after_interval"],
     }
@@ -38,24 +42,34 @@ def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any
     if "gold" in evaluation:
         judged = evaluation["gold"]
         summary |= {
-            "gold_sft": judged["before"], "gold_sft_sd": judged["before_sd"], "gold_sft_interval": judged["before_interval"],
-            "gold_final": judged["after"], "gold_final_interval": judged["after_interval"],
+            "gold_sft": judged["before"],
+            "gold_sft_sd": judged["before_sd"],
+            "gold_sft_interval": judged["before_interval"],
+            "gold_final": judged["after"],
+            "gold_final_interval": judged["after_interval"],
             "gold_best": results["base"]["gold_best"],
         }
     summary |= {
-        "win_rate": judged["win_rate"], "win_rate_interval": judged["win_rate_interval"],
-        "kl_per_response": evaluation["kl_per_response"], "kl_interval": evaluation["kl_interval"],
+        "win_rate": judged["win_rate"],
+        "win_rate_interval": judged["win_rate_interval"],
+        "kl_per_response": evaluation["kl_per_response"],
+        "kl_interval": evaluation["kl_interval"],
         "kl_target": recipe.ppo.kl.target if recipe.ppo else None,
-        "length_sft": evaluation["before"]["length"], "length_final": evaluation["after"]["length"],
-        "eos_rate": evaluation["after"]["eos_rate"], "eos_rate_sft": evaluation["before"]["eos_rate"],
-        "distinct_sft": evaluation["before"]["distinct"], "distinct_final": evaluation["after"]["distinct"],
+        "length_sft": evaluation["before"]["length"],
+        "length_final": evaluation["after"]["length"],
+        "eos_rate": evaluation["after"]["eos_rate"],
+        "eos_rate_sft": evaluation["before"]["eos_rate"],
+        "distinct_sft": evaluation["before"]["distinct"],
+        "distinct_final": evaluation["after"]["distinct"],
         "entropy_per_token": evaluation["entropy_per_token"],
     }
     if "sft" in results:
         summary["length_demonstrations"] = results["sft"]["length_demonstrations"]
     if "reward" in results:
-        summary |= {"reward_model_accuracy": results["reward"]["accuracy"],
-                    "reward_model_accuracy_interval": results["reward"]["accuracy_interval"]}
+        summary |= {
+            "reward_model_accuracy": results["reward"]["accuracy"],
+            "reward_model_accuracy_interval": results["reward"]["accuracy_interval"],
+        }
         if "accuracy_ceiling" in results["reward"]:
             summary["reward_model_accuracy_ceiling"] = results["reward"]["accuracy_ceiling"]
     return summary
@@ -66,8 +80,11 @@ def summarise(run: Run, results: Mapping[str, dict[str, Any]]) -> None:
     summary, console, folder = summary_of(run, results), run.console, run.folder.path
     write_json(folder / SUMMARY, summary)
     console.rule("summary")
-    console.table(["", "before", "after", "note"], _rows(summary), title=f"{run.recipe.name}, seed {run.recipe.seed}: "
-                  f"{summary['prompts']} held-out prompts")
+    console.table(
+        ["", "before", "after", "note"],
+        _rows(summary),
+        title=f"{run.recipe.name}, seed {run.recipe.seed}: {summary['prompts']} held-out prompts",
+    )
     for sample in results["eval"]["shown"]:
         console.line()
         console.line(f"prompt  {sample['prompt']}", "bold")
@@ -99,14 +116,24 @@ def _rows(s: Mapping[str, Any]) -> list[list[str]]:
         low, high = s["reward_model_accuracy_interval"]
         ceiling = s.get("reward_model_accuracy_ceiling")
         best = f"; best reachable {ceiling:.1%}" if ceiling else ""
-        rows.append(["reward model accuracy", "", f"{s['reward_model_accuracy']:.1%}", f"95 % interval {low:.1%} to {high:.1%}{best}"])
+        rows.append(
+            [
+                "reward model accuracy",
+                "",
+                f"{s['reward_model_accuracy']:.1%}",
+                f"95 % interval {low:.1%} to {high:.1%}{best}",
+            ]
+        )
     by_stage = ", ".join(f"{name} {seconds:.0f}" for name, seconds in s["seconds_by_stage"].items())
     rows.append(["time, memory", f"{s['seconds']:.0f} s", f"{s['peak_rss_bytes'] / 2**30:.2f} GiB", by_stage])
     return rows
 
 
 def _places(folder: Path) -> list[tuple[str, str]]:
-    places = [("model", f"{folder / 'ppo' / 'model'} (a plain Hugging Face folder)"), ("numbers", str(folder / SUMMARY))]
+    places = [
+        ("model", f"{folder / 'ppo' / 'model'} (a plain Hugging Face folder)"),
+        ("numbers", str(folder / SUMMARY)),
+    ]
     if (folder / PICTURE).exists():
         places.append(("curves", str(folder / PICTURE)))
     return [*places, ("talk to it", f"keel chat {folder}")]

@@ -28,8 +28,17 @@ def steps_for(rows: int, batch: int, epochs: int) -> int:
     return -(-rows * epochs // batch)
 
 
-def fit(run: Run, stage: StageFolder, title: str, roles: Roles, role: Role, rows: int, plan: Plan,
-        step_loss: Callable[[list[int]], dict[str, float]], held_out: Callable[[], dict[str, float]]) -> dict[str, float]:
+def fit(
+    run: Run,
+    stage: StageFolder,
+    title: str,
+    roles: Roles,
+    role: Role,
+    rows: int,
+    plan: Plan,
+    step_loss: Callable[[list[int]], dict[str, float]],
+    held_out: Callable[[], dict[str, float]],
+) -> dict[str, float]:
     """Trains one role and returns the held-out numbers at the end.
 
     step_loss: given row numbers, adds the gradient of their mean loss and returns metrics.
@@ -50,8 +59,15 @@ def fit(run: Run, stage: StageFolder, title: str, roles: Roles, role: Role, rows
             last = session.step == plan.steps
             if last or session.step % plan.checkpoint_every == 0:
                 numbers = held_out()
-            session.log({**values, "grad_norm": norm, "learning_rate": rate, "seconds": time.monotonic() - began,
-                         **(numbers if last or session.step % plan.checkpoint_every == 0 else {})})
+            session.log(
+                {
+                    **values,
+                    "grad_norm": norm,
+                    "learning_rate": rate,
+                    "seconds": time.monotonic() - began,
+                    **(numbers if last or session.step % plan.checkpoint_every == 0 else {}),
+                }
+            )
             task.update(session.step, **values, **numbers)
             session.end_step(last)
     session.close()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from keel import sandbox
-from keel.config import Recipe
 from keel.models.roles import Roles
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
@@ -23,7 +22,12 @@ from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Prompt, TokenSequence
 
-DEMONSTRATIONS, PROMPTS, HELD_OUT, PREFERENCES = "demonstrations.jsonl", "prompts.jsonl", "heldout.jsonl", "preferences.jsonl"
+DEMONSTRATIONS, PROMPTS, HELD_OUT, PREFERENCES = (
+    "demonstrations.jsonl",
+    "prompts.jsonl",
+    "heldout.jsonl",
+    "preferences.jsonl",
+)
 GOLD = "keel.sandbox.gold:gold"
 PRETRAIN_MICRO_TOKENS = 8192
 PRETRAIN_HELD_OUT = 64
@@ -49,8 +53,10 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         rng = random.Random(f"demonstrations|{recipe.seed}")
         replies = [sandbox.demonstration(request, rng) for request in train]
         task.update(1)
-        write_lines(stage.path / DEMONSTRATIONS,
-                    ({"prompt": r.text, "completion": reply} for r, reply in zip(prompts, replies, strict=False)))
+        write_lines(
+            stage.path / DEMONSTRATIONS,
+            ({"prompt": r.text, "completion": reply} for r, reply in zip(prompts, replies, strict=False)),
+        )
         for name, some in ((PROMPTS, prompts), (HELD_OUT, held_out)):
             write_lines(stage.path / name, ({"prompt": r.text, **r.columns()} for r in some))
         task.update(2)
@@ -58,26 +64,51 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
         task.update(3)
     model = sandbox.build_model(
-        vocab_size=len(tokenizer), hidden=world.hidden, layers=world.layers, heads=world.heads, intermediate=3 * world.hidden,
-        seed=recipe.seed, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden=world.hidden,
+        layers=world.layers,
+        heads=world.heads,
+        intermediate=3 * world.hidden,
+        seed=recipe.seed,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     ).to(run.device)
-    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train, replies, strict=True)][: world.pretrain_rows]
+    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train, replies, strict=True)][
+        : world.pretrain_rows
+    ]
     held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
     roles = SeparateRoles({"policy": model}, {}, ["policy"])
-    plan = Plan(world.pretrain_steps, world.pretrain_batch, world.pretrain_learning_rate, 0.05, 1.0, world.pretrain_steps)
-    numbers = fit(run, stage, "pretraining the base model", roles, "policy", len(rows), plan,
-                  token_loss(roles, "policy", rows, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
-                  lambda: mean_loss(roles, "policy", held, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS))
+    plan = Plan(
+        world.pretrain_steps, world.pretrain_batch, world.pretrain_learning_rate, 0.05, 1.0, world.pretrain_steps
+    )
+    numbers = fit(
+        run,
+        stage,
+        "pretraining the base model",
+        roles,
+        "policy",
+        len(rows),
+        plan,
+        token_loss(roles, "policy", rows, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
+        lambda: mean_loss(roles, "policy", held, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
+    )
     roles.export("policy", stage.model)
     tokenizer.save_pretrained(stage.model)
     ideal = [sandbox.gold_score(r, sandbox.ideal_reply(r, rng)).total for r in held_out]
-    return {**numbers, "parameters": model.num_parameters(), "vocabulary": len(tokenizer), "gold_best": float(np.mean(ideal))}
+    return {
+        **numbers,
+        "parameters": model.num_parameters(),
+        "vocabulary": len(tokenizer),
+        "gold_best": float(np.mean(ideal)),
+    }
 
 
 def _transcript(tokenizer: Any, prompt: str, reply: str) -> TokenSequence:
     """Everything after the first token carries loss."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}], tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}], tokenize=False
+    )
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     return TokenSequence(ids[:1], ids[1:])
 
@@ -95,16 +126,29 @@ def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Any
     asked = [prompt for prompt in prompts[: settings.prompts] for _ in range(each)]
     with run.console.task("sampling replies for the annotators", len(asked), unit="reply") as task:
         rollouts = LocalEngine(roles, encoder, "reference").generate(
-            asked, Sampling(1.0, recipe.model.max_response_tokens), seed=recipe.seed, step=COLLECT_STEP, progress=task.update)
+            asked,
+            Sampling(1.0, recipe.model.max_response_tokens),
+            seed=recipe.seed,
+            step=COLLECT_STEP,
+            progress=task.update,
+        )
     golds = gold_reward().score(rollouts).tolist()
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([recipe.seed, COLLECT_STEP])))
     rows: list[dict[str, Any]] = []
     for start in range(0, len(asked), each):
-        order = [start + i for i in sandbox.rank(golds[start : start + each], recipe.sandbox.annotator_temperature, rng)]
+        order = [
+            start + i for i in sandbox.rank(golds[start : start + each], recipe.sandbox.annotator_temperature, rng)
+        ]
         rows += [
-            {"prompt": asked[start].text, "chosen": rollouts.texts[a], "rejected": rollouts.texts[b],
-             "gold_chosen": golds[a], "gold_rejected": golds[b]}
-            for a, b in itertools.combinations(order, 2) if rollouts.texts[a] != rollouts.texts[b]
+            {
+                "prompt": asked[start].text,
+                "chosen": rollouts.texts[a],
+                "rejected": rollouts.texts[b],
+                "gold_chosen": golds[a],
+                "gold_rejected": golds[b],
+            }
+            for a, b in itertools.combinations(order, 2)
+            if rollouts.texts[a] != rollouts.texts[b]
         ]
     write_lines(file, rows)
     return file

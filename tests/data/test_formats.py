@@ -189,6 +189,7 @@ class TestPrompts:
         [
             ({"prompt": "ask", "answer": [1, None], "none": None}, [U], {"answer": [1, None], "none": None}),
             ({"prompt": EARLIER}, EARLIER, {}),
+            ({"prompt": "ask", "input": "not Alpaca's"}, [U], {"input": "not Alpaca's"}),
             ({"instruction": "ask", "input": "it", "output": "x"}, [turn("user", "ask\n\nit")], {"output": "x"}),
             ({"question": "ask", "answer": "#### 7"}, [U], {"answer": "#### 7"}),
         ],
@@ -317,7 +318,7 @@ class TestFiles:
         result = read_prompts([one, Path(two)])
         assert [each.source for each in result.records] == [f"{one}:1", f"{two}:1"]
         assert result.counts["read"] == 2
-        assert len({result.sha256, read_prompts([two, one]).sha256, read_prompts(one).sha256}) == 3
+        assert len({read_prompts(paths).sha256 for paths in ([one, two], [two, one], [one, one], one)}) == 4
         assert read_prompts([one]).sha256 == read_prompts(one).sha256
 
     @pytest.mark.parametrize(("name", "content"), [("a.jsonl", JSONL), ("a.json", JSON), ("a.txt", b"ask\nmore")])

@@ -6,7 +6,14 @@ from transformers import AutoModelForCausalLM
 
 from keel.data.encode import pad_sequences
 from keel.models.roles import (
-    checkpoint_tensors, logprobs_BT, micro_logprobs, micro_scores, micro_values, restore_tensors, scores_B, values_BT,
+    checkpoint_tensors,
+    logprobs_BT,
+    micro_logprobs,
+    micro_scores,
+    micro_values,
+    restore_tensors,
+    scores_B,
+    values_BT,
 )
 from tests.tiny import backbone, load, sequences
 
@@ -29,7 +36,7 @@ def test_logprobs_are_those_of_the_plain_model(kind, temperature, tiny_model):
     for b, row in enumerate(rows):
         want = plain_logprobs(roles.model("policy"), row, temperature)
         torch.testing.assert_close(got[b, : len(row.response_ids)], want, atol=1e-5, rtol=1e-5)
-        assert (got[b, len(row.response_ids):] == 0).all()
+        assert (got[b, len(row.response_ids) :] == 0).all()
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -38,7 +45,9 @@ def test_the_reference_is_the_model_that_was_loaded(kind, tiny_model):
     reference, _ = logprobs_BT(roles, "reference", rows, 1.0, 0, 10_000)
     policy, _ = logprobs_BT(roles, "policy", rows, 1.0, 0, 10_000)
     for b, row in enumerate(rows):
-        torch.testing.assert_close(reference[b, : len(row.response_ids)], plain_logprobs(plain, row), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            reference[b, : len(row.response_ids)], plain_logprobs(plain, row), atol=1e-5, rtol=1e-5
+        )
     assert not torch.allclose(policy, reference)
 
 
@@ -47,8 +56,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(kind, tiny_model):
     roles, rows = backbone(kind, tiny_model), sequences(9)
     together, _ = logprobs_BT(roles, "policy", rows, 1.0, 0, 10_000)
     split, _ = logprobs_BT(roles, "policy", rows, 1.0, 7, 30)
-    alone = torch.cat([torch.nn.functional.pad(logprobs_BT(roles, "policy", [r], 1.0, 0, 99)[0], (0, together.shape[1] - len(r.response_ids)))
-                       for r in rows])
+    alone = torch.cat(
+        [
+            torch.nn.functional.pad(
+                logprobs_BT(roles, "policy", [r], 1.0, 0, 99)[0], (0, together.shape[1] - len(r.response_ids))
+            )
+            for r in rows
+        ]
+    )
     torch.testing.assert_close(split, together, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(alone, together, atol=1e-6, rtol=1e-5)
     values, last = values_BT(roles, rows, 0, 10_000)

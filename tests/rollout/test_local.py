@@ -28,10 +28,16 @@ def test_greedy_is_what_transformers_generates(tiny_model):
     sampler, asked = engine("separate", tiny_model), prompts(8)
     rollouts = sampler.generate(asked, Sampling(0.0, 24, rows=3), seed=0, step=0)
     model = sampler.roles.model("policy")
-    for row, prompt_ids, mask in zip(rollouts.response_ids_BT, rollouts.prompt_ids, rollouts.response_mask_BT, strict=True):
-        out = model.generate(input_ids=torch.tensor([prompt_ids]), attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-                             do_sample=False, max_new_tokens=24)
-        assert out[0, len(prompt_ids):].tolist() == row[mask].tolist()
+    for row, prompt_ids, mask in zip(
+        rollouts.response_ids_BT, rollouts.prompt_ids, rollouts.response_mask_BT, strict=True
+    ):
+        out = model.generate(
+            input_ids=torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+        )
+        assert out[0, len(prompt_ids) :].tolist() == row[mask].tolist()
 
 
 def test_a_response_does_not_depend_on_its_batch_mates(tiny_model):

@@ -56,7 +56,9 @@ def test_a_reply_that_does_not_stop_by_itself_loses_its_ending() -> None:
     assert gold_score(REQUEST, reply, finished=False).total == 4.0
     assert gold(REQUEST.text, reply, "length", **REQUEST.columns()) == 4.0
     assert gold(REQUEST.text, reply, "stop", **REQUEST.columns()) == 5.0
-    assert gold_score(REQUEST, reply.rstrip(".")).total == pytest.approx(5.0 - 1.0 - 1.0 - 0.7)  # the closing is lost too
+    assert gold_score(REQUEST, reply.rstrip(".")).total == pytest.approx(
+        5.0 - 1.0 - 1.0 - 0.7
+    )  # the closing is lost too
 
 
 def test_the_score_is_bounded() -> None:
@@ -65,7 +67,9 @@ def test_the_score_is_bounded() -> None:
 
 
 def test_parsing_names_each_sentence() -> None:
-    kinds = [(s.kind, s.of) for s in parse(f"{OPENING} {ANSWER} This is your own fault. We sell nice things. {CLOSING}")]
+    kinds = [
+        (s.kind, s.of) for s in parse(f"{OPENING} {ANSWER} This is your own fault. We sell nice things. {CLOSING}")
+    ]
     assert kinds == [("opening", "apology"), ("answer", "late"), ("curt", ""), ("unknown", ""), ("closing", "")]
     assert parse("Dear Ben, your item is on its way.")[0].kind == "unknown"
 

@@ -1,0 +1,204 @@
+"""The PPO step: what it starts from, what its gradients are, that it can be stopped and resumed, and that it learns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keel.config import Recipe
+from keel.errors import Interrupted, RewardError
+from keel.models.roles import logprobs_BT
+from keel.rewards.functions import FunctionReward
+from keel.rollout.engine import Sampling
+from keel.rollout.local import LocalEngine
+from keel.runs.console import Console
+from keel.runs.folder import RunFolder
+from keel.runs.interrupt import Interrupt
+from keel.runs.log import read_lines
+from keel.train.context import Run
+from keel.train.online import accumulate, make_experience, train_ppo, update
+from keel.train.optim import make_optimizer, set_rate
+from tests.tiny import backbone, encoder_of, prompts
+
+BACKBONES = ["shared", "separate"]
+
+
+def recipe_of(**ppo) -> Recipe:
+    settings = {
+        "data": {"path": ["unused"]},
+        "reward": "unused:unused",
+        "updates": 4,
+        "rollouts": 12,
+        "minibatches": 3,
+        "checkpoint_every": 2,
+        "critic": {"warmup_cap": 1, "learning_rate": 1e-3},
+        "policy": {"learning_rate": 1e-3},
+        **ppo,
+    }
+    return Recipe.model_validate(
+        {"name": "test", "threads": 2, "model": {"path": "x", "max_response_tokens": 16}, "ppo": settings}
+    ).resolved()
+
+
+def shortness(response: str) -> float:
+    return -len(response) / 20
+
+
+def run_ppo(folder: Path, kind: str, model: Path, recipe: Recipe, reward=shortness, stop_at: int | None = None):
+    """Trains in `folder`; stop_at raises the interrupt's flag once so many steps are logged."""
+    roles = backbone(kind, model, ("policy", "reference", "critic"))
+    with RunFolder.open(folder, "test") as run_folder, Interrupt() as interrupt:
+        run = Run(recipe, run_folder, Console(), interrupt, torch.device("cpu"), "keel run x")
+        stage = run_folder.stage("ppo")
+        stage.path.mkdir(exist_ok=True)
+
+        def scored(response: str) -> float:
+            interrupt.requested = interrupt.requested or (stop_at is not None and _steps(stage) >= stop_at - 1)
+            return reward(response)
+
+        train_ppo(run, stage, roles, encoder_of(model, 16), prompts(60), FunctionReward(scored, "scored"), None)
+    return roles, stage
+
+
+def _steps(stage) -> int:
+    return len(list(read_lines(stage.metrics))) if stage.metrics.exists() else 0
+
+
+def rolled_out(kind, model, recipe, count=12):
+    roles = backbone(kind, model)
+    rollouts = LocalEngine(roles, encoder_of(model, 16)).generate(
+        prompts(count), Sampling(recipe.ppo.temperature, 16), seed=0, step=0
+    )
+    return roles, rollouts
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_ratio_is_one_on_the_first_minibatch(kind, temperature, tiny_model):
+    recipe = recipe_of(temperature=temperature)
+    roles, rollouts = rolled_out(kind, tiny_model, recipe)
+    experience, metrics = make_experience(roles, 0, rollouts, torch.randn(12), recipe.ppo, 0.05)
+    optimizers = [make_optimizer(roles.parameters(r).values()) for r in ("policy", "critic")]
+    for optimizer in optimizers:
+        set_rate(optimizer, 1e-2)
+    out = update(roles, 0, experience, recipe.ppo, 0, 0, *optimizers, warming=False)
+    assert out["first_log_ratio"] <= 1e-4
+    assert metrics["sampler_mismatch"] <= 1e-4
+    moved, _ = logprobs_BT(roles, "policy", rollouts.sequences(), temperature, 0, 4000)
+    assert (moved - experience.policy_logprobs_BT).abs().max() > 1e-3  # and then it moves
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
+    _, stage = run_ppo(tmp_path, kind, tiny_model, recipe_of(epochs=2))
+    lines = list(read_lines(stage.metrics))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["first_log_ratio"] <= 1e-4 for line in lines)
+    assert lines[0]["warming"] == 1 and lines[1]["warming"] == 0
+    assert all(line["kl_per_response"] != 0 for line in lines)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_micro_batches_change_no_gradient(kind, tiny_model):
+    gradients = []
+    for tokens in (10_000, 60):
+        recipe = recipe_of(micro_tokens=tokens)
+        roles, rollouts = rolled_out(kind, tiny_model, recipe)
+        experience, _ = make_experience(roles, 0, rollouts, torch.arange(12.0), recipe.ppo, 0.05)
+        accumulate(roles, 0, experience, [7, 2, 9, 4, 0], recipe.ppo, warming=False)
+        gradients.append(
+            {
+                f"{r}.{n}": p.grad
+                for r in ("policy", "critic")
+                for n, p in roles.parameters(r).items()
+                if p.grad is not None
+            }
+        )
+    whole, split = gradients
+    assert whole.keys() == split.keys() and len(whole) > 10
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_experience_worked_by_hand(tiny_model):
+    """One row: rewards are -coefficient * KL everywhere, plus the score on the last token; returns sum what is to come."""
+    recipe = recipe_of(lam=1.0, missing_eos_penalty=2.0)
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    experience, _ = make_experience(roles, 0, rollouts, torch.full((12,), 3.0), recipe.ppo, 0.5)
+    for b, length in enumerate(rollouts.lengths_B.tolist()):
+        kl = experience.policy_logprobs_BT[b, :length] - experience.reference_logprobs_BT[b, :length]
+        want = -0.5 * kl
+        want[-1] += 3.0 if rollouts.finish[b] == "stop" else 1.0
+        torch.testing.assert_close(experience.rewards_BT[b, :length], want)
+        torch.testing.assert_close(
+            experience.returns_BT[b, :length], want.flip(0).cumsum(0).flip(0), atol=1e-5, rtol=1e-5
+        )
+    inside = experience.advantages_BT[rollouts.response_mask_BT]
+    assert abs(inside.mean()) < 1e-5 and abs(inside.std() - 1) < 1e-4
+    assert (experience.advantages_BT[~rollouts.response_mask_BT] == 0).all()
+
+
+def test_truncated_rows_are_bootstrapped_or_terminal(tiny_model):
+    roles, rollouts = rolled_out("separate", tiny_model, recipe_of())
+    assert "length" in rollouts.finish
+    ends = {}
+    for how in ("terminal", "bootstrap"):
+        experience, _ = make_experience(roles, 0, rollouts, torch.zeros(12), recipe_of(truncated=how, lam=1.0).ppo, 0.0)
+        last = rollouts.lengths_B - 1
+        ends[how] = experience.returns_BT[torch.arange(12), last]
+    cut = torch.tensor([finish == "length" for finish in rollouts.finish])
+    assert (ends["terminal"] == 0).all()
+    assert (ends["bootstrap"][cut] != 0).all() and (ends["bootstrap"][~cut] == 0).all()
+
+
+def test_truncated_rows_are_dropped(tiny_model, tmp_path):
+    _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe_of(truncated="drop", updates=2))
+    lines = list(read_lines(stage.metrics))
+    assert all(line["dropped"] == round(12 * (1 - line["eos_rate"])) for line in lines)
+    assert any(line["dropped"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_stopped_and_resumed_is_byte_for_byte_the_unbroken_run(kind, tiny_model, tmp_path):
+    recipe = recipe_of(kl={"controller": "adaptive", "target": 1.0, "horizon": 50})
+    whole, whole_stage = run_ppo(tmp_path / "whole", kind, tiny_model, recipe)
+    with pytest.raises(Interrupted) as stopped:
+        run_ppo(tmp_path / "broken", kind, tiny_model, recipe, stop_at=3)
+    assert "keel run x" in str(stopped.value)
+    resumed, stage = run_ppo(tmp_path / "broken", kind, tiny_model, recipe)
+    for role in ("policy", "critic"):
+        assert resumed.fingerprint(role) == whole.fingerprint(role)
+
+    def timeless(path):
+        return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in read_lines(path)]
+
+    assert timeless(stage.metrics) == timeless(whole_stage.metrics)
+    assert timeless(stage.samples) == timeless(whole_stage.samples)
+    assert len({line["kl_coefficient"] for line in timeless(stage.metrics)}) == 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, float("inf"), "good"])
+def test_a_reward_that_is_no_number_stops_before_any_weight_moves(value, tiny_model, tmp_path):
+    before = backbone("separate", tiny_model, ("policy", "reference", "critic")).fingerprint("policy")
+    with pytest.raises(RewardError) as error:
+        run_ppo(tmp_path, "separate", tiny_model, recipe_of(critic={"warmup_cap": 0}), reward=lambda response: value)
+    assert "scored" in str(error.value)
+    again = backbone("separate", tiny_model, ("policy", "reference", "critic")).fingerprint("policy")
+    assert again == before
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_the_reward_rises(kind, tiny_model, tmp_path):
+    """A random model learns within seconds to stop early, when only that is rewarded."""
+    recipe = recipe_of(
+        updates=25,
+        rollouts=48,
+        minibatches=4,
+        kl={"coefficient": 0.0},
+        checkpoint_every=100,
+        policy={"learning_rate": 1e-2},
+        critic={"warmup_cap": 1, "learning_rate": 1e-2},
+    )
+    _, stage = run_ppo(tmp_path, kind, tiny_model, recipe)
+    lengths = [line["length"] for line in read_lines(stage.metrics)]
+    assert sum(lengths[-5:]) / 5 < 0.7 * sum(lengths[:3]) / 3
