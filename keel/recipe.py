@@ -14,11 +14,13 @@ from pydantic import BaseModel, ValidationError
 from keel.config import Recipe
 from keel.errors import ConfigError
 
+_CUT = "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution"
+_BENT = "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative"
 REFUSED = {
-    "top_p": "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution",
-    "top_k": "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution",
-    "min_new_tokens": "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative",
-    "repetition_penalty": "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative",
+    "top_p": _CUT,
+    "top_k": _CUT,
+    "min_new_tokens": _BENT,
+    "repetition_penalty": _BENT,
     "dropout": "dropout is off in every role, so that the ratio is exactly 1 before the first step",
 }
 """Keys that people bring from elsewhere and that Keel does not have, with the reason."""

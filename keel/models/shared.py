@@ -1,7 +1,7 @@
 """Four roles on one backbone: a frozen base, and a LoRA adapter with a head for each role but the reference.
 
-The reference is the base alone. Switching a role flips which adapter is in force; no base weight is ever written, so the
-reference stays byte-identical.
+The reference is the base alone. Switching a role flips which adapter is in force; no base weight is ever written, so
+the reference stays byte-identical.
 """
 
 import warnings
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -44,7 +45,11 @@ class SharedRoles:
         self.active: Role | None = None
         assert self.trainable <= self.roles - {"reference"}
         self.config = LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # declared int, but only ever divided by r
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         hidden = base.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +121,9 @@ class SharedRoles:
         if role != "reference":
             for name, module in self.base.named_modules():
                 if isinstance(module, BaseTunerLayer):
+                    assert isinstance(module, LoraLinear), type(module)
                     weight = module.get_base_layer().weight
+                    assert isinstance(weight, Tensor), name
                     merged = weight.detach().float() + module.get_delta_weight(role).detach().float()
                     state[f"{name}.weight"] = merged.to(weight.dtype)
         export_causal_lm(self.base, state, folder)

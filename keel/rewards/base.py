@@ -23,8 +23,8 @@ def checked(scores_B: Tensor, rollouts: Rollouts, source: str) -> Tensor:
     if bad:
         row = bad[0]
         raise RewardError(
-            f"{len(bad)} of {len(rollouts)} rewards are not finite; the first is {scores_B[row].item()} for the response "
-            f"{rollouts.texts[row][:200]!r}",
+            f"{len(bad)} of {len(rollouts)} rewards are not finite; the first is {scores_B[row].item()} for the "
+            f"response {rollouts.texts[row][:200]!r}",
             where=f"{source}, prompt {rollouts.prompts[row].source or row}",
             remedy="return a finite number for every response",
         )

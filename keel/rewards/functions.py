@@ -26,7 +26,7 @@ from keel.types import Rollouts
 class FunctionReward:
     """Calls one function per response."""
 
-    def __init__(self, function: Callable[..., float], name: str):
+    def __init__(self, function: Callable[..., object], name: str):
         """name: what errors call it."""
         self.function, self.name = function, name
         parameters = inspect.signature(function).parameters.values()

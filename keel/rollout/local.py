@@ -16,14 +16,15 @@ from keel.rollout.noise import sample_keys, uniforms
 from keel.types import Finish, Prompt, Rollouts
 
 COMPACT_BELOW = 0.75
-"""Finished rows leave the batch when fewer than this share of its rows is still running: each leaving copies the cache."""
+"""Finished rows leave the batch when fewer than this share of its rows still runs: each leaving copies the cache."""
 
 
 class LocalEngine:
     """Samples from one role's weights as they are at that moment: there is nothing to synchronise."""
 
     def __init__(self, roles: Roles, encoder: Encoder, role: Role = "policy"):
-        self.roles, self.encoder, self.role = roles, encoder, role
+        self.roles, self.encoder = roles, encoder
+        self.role: Role = role
 
     @torch.inference_mode()
     def generate(

@@ -1,4 +1,4 @@
-"""The embedded world in which the whole of RLHF is shown: requests, replies, a gold reward, annotators, a small model."""
+"""The embedded world that shows the whole of RLHF: requests, replies, a gold reward, annotators, a small model."""
 
 from keel.sandbox.annotators import TEMPERATURE, pairwise_ceiling, rank
 from keel.sandbox.gold import Gold, gold, gold_score

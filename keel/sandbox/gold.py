@@ -13,10 +13,10 @@
                                                              -0.4  each sentence beyond four (at most 5)
     fresh                                                    -0.8  each repeated sentence, second opening or second
                                                                    closing (at most 4)
-    fluent                                                   -1.0  each sentence that is not one of the world's (at most 4)
+    fluent                                                   -1.0  each sentence that is not the world's (at most 4)
 
-The sum is cut off at -6; 5 is reached only by replies with every property right. Credit for naming facts is given for the
-world's sentences only, so that lists of words earn nothing.
+The sum is cut off at -6; 5 is reached only by replies with every property right. Credit for naming facts is given for
+the world's sentences only, so that lists of words earn nothing.
 """
 
 import re
@@ -45,7 +45,7 @@ class Gold:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence. kind: opening, answer, closing, curt, filler or unknown; of: which mood's opening, which topic."""
+    """A parsed sentence. kind: opening, answer, closing, curt, filler or unknown; of: an opening's mood, a topic."""
 
     kind: str
     of: str

@@ -1,7 +1,8 @@
 """All words and sentences of the sandbox: a household shop, its customers and its service desk.
 
-Written for Keel. Choices in square brackets and slots in braces are explained in templates.py. No plain word of a sentence
-may also be a fact word (an item, a day, a city or a name), and no sentence may serve two purposes; tests assert both.
+Written for Keel. Choices in square brackets and slots in braces are explained in templates.py. No plain word of a
+sentence may also be a fact word (an item, a day, a city or a name), and no sentence may serve two
+purposes; tests assert both.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ FactKind = Literal["day", "city"]
 
 ITEMS = tuple(
     "lamp kettle chair table carpet mirror clock radio toaster blanket pillow curtain sofa desk heater printer camera "
-    "speaker keyboard phone tablet jacket scarf coat hat belt bag wallet necklace tent bicycle helmet guitar piano drum "
-    "puzzle doll kite racket drill hammer ladder vase mug pan basket bucket candle fridge mattress".split()
+    "speaker keyboard phone tablet jacket scarf coat hat belt bag wallet necklace tent bicycle helmet guitar piano "
+    "drum puzzle doll kite racket drill hammer ladder vase mug pan basket bucket candle fridge mattress".split()
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 CITIES = tuple("London Leeds York Bristol Cardiff Glasgow Dublin Oxford Bath Norwich Exeter Belfast".split())
 NAMES = tuple(
-    "Anna Ben Clara David Emma Frank Grace Henry Ivan Julia Karl Laura Martin Nina Oscar Paula Robert Sarah Thomas Vera".split()
+    "Anna Ben Clara David Emma Frank Grace Henry Ivan Julia Karl Laura Martin Nina Oscar Paula Robert Sarah "
+    "Thomas Vera".split()
 )
 
 

@@ -21,8 +21,8 @@ def build_model(
 ) -> LlamaForCausalLM:
     """A float32 Llama with tied embeddings, no dropout, in evaluation mode; the weights depend on the arguments only.
 
-    Weights are normal with standard deviation 1/sqrt(hidden): at these widths it learns to copy facts sooner than with the
-    customary 0.02. The global random state is left as it was.
+    Weights are normal with standard deviation 1/sqrt(hidden): at these widths it learns to copy facts sooner than with
+    the customary 0.02. The global random state is left as it was.
 
     Raises:
         ConfigError: `hidden` is not an even multiple of `heads` (rotary embeddings turn pairs).

@@ -1,8 +1,8 @@
 """Replies: the ideal ones, and demonstrations of mixed quality as a busy service desk would leave behind.
 
 A reply is an opening, the answer (one sentence with both facts, or two with one each) and a closing. A demonstration
-spoils each property on its own with the probability in `FLAWS`, so about one in thirteen is ideal: to answer ideally always
-is some 2.6 nats away from imitating the demonstrations.
+spoils each property on its own with the probability in `FLAWS`, so about one in thirteen is ideal: to answer ideally
+always is some 2.6 nats away from imitating the demonstrations.
 """
 
 import random

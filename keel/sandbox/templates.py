@@ -1,8 +1,9 @@
 """The small template language that every sentence of the sandbox is written in.
 
-`[a|b|c]` is a choice (an option may be empty), `{item}`, `{day}`, `{city}`, `{name}` are facts. `say` turns a template into
-a sentence, `expansions` lists all sentences a template can become with its facts left open, and `open_facts` turns a
-sentence back into that form. Parsing a sentence is therefore one dictionary look-up: exact, and as wide as the grammar.
+`[a|b|c]` is a choice (an option may be empty), `{item}`, `{day}`, `{city}`, `{name}` are facts. `say` turns a template
+into a sentence, `expansions` lists all sentences a template can become with its facts left open, and `open_facts` turns
+a sentence back into that form. Parsing a sentence is therefore one dictionary look-up: exact, and as wide as the
+grammar.
 """
 
 import itertools
@@ -29,7 +30,7 @@ _WORD = re.compile(r"[A-Za-z]+")
 
 
 def say(template: str, facts: Mapping[str, str], rng: random.Random) -> str:
-    """One sentence of `template`: choices drawn from `rng`, slots filled from `facts` (KeyError where one is missing)."""
+    """One sentence of `template`: choices drawn from `rng`, slots filled from `facts` (KeyError if one is missing)."""
     chosen = _CHOICE.sub(lambda choice: rng.choice(choice.group(1).split("|")), template)
     return _tidy(_SLOT.sub(lambda slot: facts[slot.group(1)], chosen))
 

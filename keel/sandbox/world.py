@@ -1,4 +1,4 @@
-"""Requests: what customers write, drawn from the lexicon, split so that held-out combinations are never seen in training."""
+"""Requests: what customers write, drawn from the lexicon, split so that training never sees held-out combinations."""
 
 import hashlib
 import random
@@ -77,7 +77,7 @@ def split_of(topic: str, item: str, mood: str) -> Split:
 
 
 def requests(seed: int, count: int, split: Split) -> list[Request]:
-    """`count` distinct requests of a split; the same seed gives the same list, and a longer list begins with a shorter one.
+    """`count` distinct requests of a split; the same seed gives the same list, a longer list begins with a shorter one.
 
     Raises:
         DataError: an unknown split, or more requests than the world is made for.

@@ -7,7 +7,7 @@ import numpy as np
 
 from keel.evaluate.compare import compare_scores, describe, kl_per_response, side_by_side
 from keel.evaluate.intervals import mean_interval
-from keel.models.loading import load_causal_lm
+from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import logprobs_BT
 from keel.models.separate import SeparateRoles
 from keel.rewards.base import Reward
@@ -18,7 +18,7 @@ from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
 from keel.train import world
 from keel.train.context import Run
-from keel.train.stages import build_frozen, load_encoder
+from keel.train.stages import build_frozen
 from keel.train.world import write_lines
 from keel.types import Prompt
 
@@ -38,7 +38,7 @@ def eval_stage(
     response to samples.jsonl."""
     recipe, ppo = run.recipe, run.recipe.ppo
     assert ppo is not None and recipe.eval is not None
-    encoder = load_encoder(recipe, policy_folder)
+    encoder = load_encoder(policy_folder, recipe.model)
     frozen = build_frozen(run, start, reward_folder)
     trained = SeparateRoles({"policy": load_causal_lm(policy_folder, recipe.model.dtype, run.device)}, {}, [])
     sampling = Sampling(ppo.temperature, recipe.model.max_response_tokens)

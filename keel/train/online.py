@@ -1,7 +1,7 @@
 """PPO, one step read top to bottom: generate, score, experience, update, after.
 
-Ouyang et al. 2022 (arXiv:2203.02155) and Ziegler et al. 2019 (arXiv:1909.08593): per-token KL to the reference inside the
-reward, the score on the last token, GAE, clipped policy and value losses.
+Ouyang et al. 2022 (arXiv:2203.02155) and Ziegler et al. 2019 (arXiv:1909.08593): per-token KL to the reference inside
+the reward, the score on the last token, GAE, clipped policy and value losses.
 """
 
 import time
@@ -106,7 +106,7 @@ def train_ppo(
                 "warming": float(state["warming"]),
                 "learning_rate": rate * ppo.policy.learning_rate,
             }
-            if kept and ppo.kl.controller == "adaptive":
+            if kept and ppo.kl.controller == "adaptive" and not state["warming"]:  # no policy, no KL to steer by
                 state["kl_coefficient"] = _adapted(
                     state["kl_coefficient"], metrics["kl_per_response"], ppo.kl, len(kept)
                 )

@@ -1,4 +1,4 @@
-"""A whole run: stages in order, each skipped when it is finished and its inputs are the same, resumed when it is half done."""
+"""A whole run: stages in order, each skipped when finished with the same inputs, resumed when half done."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from keel import metrics as registry
 from keel.config import Recipe
 from keel.data.formats import read_preferences
 from keel.errors import RunError
-from keel.models.loading import file_hash, pick_device, smollm2_source, unpack_smollm2
+from keel.models.loading import file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
 from keel.rewards.functions import source_hash
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
@@ -36,6 +36,7 @@ def run_recipe(
     Raises:
         KeelError: with what is wrong, where and the remedy; what was there stays there.
     """
+    quiet_transformers()
     torch.set_num_threads(recipe.threads or 1)
     with (
         RunFolder.open(recipe.root, recipe.name) as folder,

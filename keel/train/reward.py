@@ -23,7 +23,7 @@ class EncodedPair:
 def pair_loss(
     roles: Roles, pairs: Sequence[EncodedPair], pad_id: int, micro_tokens: int
 ) -> Callable[[list[int]], dict[str, float]]:
-    """A step for `supervised.fit`: mean -log sigmoid(chosen - rejected) over the batch's pairs, the two of a pair in one pass."""
+    """A step for `supervised.fit`: mean -log sigmoid(chosen - rejected) over the pairs, the two of a pair in one pass."""
 
     def step(rows: list[int]) -> dict[str, float]:
         totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import GenerationConfig
 
 from keel import sandbox
 from keel.config import Recipe, RewardConfig, SourceConfig
-from keel.data.encode import Encoder, eos_ids_of
+from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts
+from keel.data.stream import steps_for
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
-from keel.models.loading import load_causal_lm, load_tokenizer
+from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
@@ -28,24 +28,11 @@ from keel.train.context import Run
 from keel.train.online import train_ppo
 from keel.train.reward import EncodedPair, accuracy, normalise, pair_loss, pair_scores
 from keel.train.sft import mean_loss, token_loss
-from keel.train.supervised import Plan, fit, steps_for
+from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair, Prompt
 
 NORMALISE_STEP = 1 << 41
 """Sampling step of the replies over which the reward model is normalised."""
-
-
-def load_encoder(recipe: Recipe, folder: Path | str) -> Encoder:
-    """The encoder of a model folder, with the union of end tokens that the folder names."""
-    tokenizer = load_tokenizer(folder)
-    try:
-        generation = GenerationConfig.from_pretrained(str(folder))
-    except OSError:
-        generation = None
-    model = recipe.model
-    return Encoder(
-        tokenizer, model.template, model.max_prompt_tokens, model.max_response_tokens, eos_ids_of(tokenizer, generation)
-    )
 
 
 def save_tokenizer(encoder: Encoder, folder: Path) -> None:
@@ -95,7 +82,7 @@ def sft_stage(
     """Supervised fine-tuning; leaves the SFT model (adapters merged) as a plain folder."""
     recipe, sft = run.recipe, run.recipe.sft
     assert sft is not None
-    encoder = load_encoder(recipe, start)
+    encoder = load_encoder(start, recipe.model)
     train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed)
     sequences = [encoder.sequence(d.prompt, d.response) for d in read.records]
     train, held = [sequences[i] for i in train_rows], [sequences[i] for i in held_rows]
@@ -156,7 +143,7 @@ def reward_stage(
     """Trains the reward model and normalises it over samples of the SFT model; leaves weights with a head."""
     recipe, settings = run.recipe, run.recipe.reward
     assert settings is not None
-    encoder = load_encoder(recipe, start)
+    encoder = load_encoder(start, recipe.model)
     roles = _with_reference(run, start, ["reward"], None)
     if read is None:
         prompts = read_prompts(data / world.PROMPTS).records
@@ -256,7 +243,7 @@ def ppo_stage(
             where="ppo.data",
             remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
         )
-    encoder = load_encoder(recipe, start)
+    encoder = load_encoder(start, recipe.model)
     wanted: list[Role] = ["policy", "critic", *(["reward"] if reward_folder else [])]
     roles = (
         _with_reference(run, start, wanted, reward_folder)

@@ -24,7 +24,7 @@ def draw(run: Run, best_gold: float | None) -> None:
 
 
 def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of summary.json; docs/summary.md says what each is. Numbers that a recipe has no source for are absent."""
+    """The numbers of summary.json; docs/summary.md says what each is. Numbers a recipe has no source for are absent."""
     recipe, evaluation = run.recipe, results["eval"]
     summary: dict[str, Any] = {
         "name": recipe.name,

@@ -1,4 +1,4 @@
-"""The loop of supervised stages (pretraining in the sandbox, SFT, reward model): batches by seed, one loss, one optimizer."""
+"""The loop of supervised stages (sandbox pretraining, SFT, reward model): seeded batches, one loss, one optimizer."""
 
 import time
 from collections.abc import Callable
@@ -21,11 +21,6 @@ class Plan:
     warmup: float
     max_grad_norm: float
     checkpoint_every: int
-
-
-def steps_for(rows: int, batch: int, epochs: int) -> int:
-    """Optimizer steps of so many passes, the tail trained."""
-    return -(-rows * epochs // batch)
 
 
 def fit(

@@ -1,4 +1,4 @@
-"""The sandbox's part of a run: its files, its base model, and preferences that annotators give to the SFT model's samples."""
+"""The sandbox's part of a run: its files, its base model, and annotators' preferences among the SFT model's samples."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def gold_reward() -> FunctionReward:
 
 
 def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
-    """Writes the world's files, then trains its tokenizer and its base model from scratch on every token of transcripts.
+    """Writes the world's files, then trains its tokenizer and its base model from scratch on all tokens of transcripts.
 
     Transcripts are of mixed quality, as the demonstrations are; held-out combinations are in neither.
     """
@@ -63,6 +63,8 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         texts = itertools.chain.from_iterable((r.text, reply) for r, reply in zip(train, replies, strict=True))
         tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
         task.update(3)
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(bos, int) and isinstance(eos, int) and isinstance(pad, int)
     model = sandbox.build_model(
         vocab_size=len(tokenizer),
         hidden=world.hidden,
@@ -70,13 +72,11 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         heads=world.heads,
         intermediate=3 * world.hidden,
         seed=recipe.seed,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    ).to(run.device)
-    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train, replies, strict=True)][
-        : world.pretrain_rows
-    ]
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    ).to(run.device)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides its signature
+    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train[: world.pretrain_rows], replies, strict=False)]
     held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
     roles = SeparateRoles({"policy": model}, {}, ["policy"])
     plan = Plan(
@@ -90,8 +90,8 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         "policy",
         len(rows),
         plan,
-        token_loss(roles, "policy", rows, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
-        lambda: mean_loss(roles, "policy", held, tokenizer.pad_token_id, PRETRAIN_MICRO_TOKENS),
+        token_loss(roles, "policy", rows, pad, PRETRAIN_MICRO_TOKENS),
+        lambda: mean_loss(roles, "policy", held, pad, PRETRAIN_MICRO_TOKENS),
     )
     roles.export("policy", stage.model)
     tokenizer.save_pretrained(stage.model)

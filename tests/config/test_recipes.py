@@ -84,7 +84,11 @@ def test_any_setting_is_a_flag():
 
 
 def keel(*arguments: str) -> subprocess.CompletedProcess:
-    code = "import sys; from keel.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    code = (
+        "import sys; from keel.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=FOLDER.parent, check=False
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.data.stream import batch_rows, steps_per_epoch
+from keel.data.stream import batch_rows, steps_for
 from keel.errors import DataError
 
 
@@ -34,7 +34,7 @@ def test_an_order_written_down():
 @given(st.integers(1, 40), st.data())
 def test_every_row_once_an_epoch(rows: int, data: st.DataObject):
     batch, seed = data.draw(st.integers(1, rows)), data.draw(st.integers(0, 2**32))
-    stream = [row for step in range(3 * steps_per_epoch(rows, batch)) for row in batch_rows(rows, batch, step, seed)]
+    stream = [row for step in range(steps_for(rows, batch, 3)) for row in batch_rows(rows, batch, step, seed)]
     for epoch in range(3):
         assert sorted(stream[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
@@ -44,12 +44,15 @@ def test_seeds_and_epochs_differ():
     assert len(orders) == 16
 
 
-@pytest.mark.parametrize(("rows", "batch", "steps"), [(6, 2, 3), (7, 2, 4), (2, 2, 1), (1, 1, 1)])
-def test_steps_per_epoch(rows: int, batch: int, steps: int):
-    assert steps_per_epoch(rows, batch) == steps
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps"),
+    [(6, 2, 1, 3), (7, 2, 1, 4), (7, 2, 2, 7), (7, 2, 3, 11), (2, 2, 1, 1), (1, 1, 1, 1)],
+)
+def test_steps_for(rows: int, batch: int, epochs: int, steps: int):
+    assert steps_for(rows, batch, epochs) == steps
 
 
-@pytest.mark.parametrize("call", [lambda: batch_rows(3, 4, 0, 0), lambda: steps_per_epoch(3, 4)])
+@pytest.mark.parametrize("call", [lambda: batch_rows(3, 4, 0, 0), lambda: steps_for(3, 4, 1)])
 def test_a_batch_larger_than_the_data(call):
     with pytest.raises(DataError) as caught:
         call()

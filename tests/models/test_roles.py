@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from keel.data.encode import pad_sequences
 from keel.models.roles import (
+    Role,
     checkpoint_tensors,
     logprobs_BT,
     micro_logprobs,
@@ -15,9 +16,11 @@ from keel.models.roles import (
     scores_B,
     values_BT,
 )
+from keel.models.shared import SharedRoles
 from tests.tiny import backbone, load, sequences
 
 BACKBONES = ["shared", "separate"]
+ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 
 
 def plain_logprobs(model, sequence, temperature=1.0):
@@ -102,7 +105,7 @@ def test_gradients_reach_the_role_that_computes_and_no_other(kind, tiny_model):
     score = micro_scores(roles, ids, lengths).sum()
     assert not score.requires_grad
     assert all(p.grad is None for p in roles.parameters("reward").values())
-    if kind == "shared":
+    if isinstance(roles, SharedRoles):
         adapters = {id(p) for r in ("policy", "critic") for p in roles.parameters(r).values()}
         assert all(p.grad is None for p in roles.base.parameters() if id(p) not in adapters)
 
@@ -110,13 +113,13 @@ def test_gradients_reach_the_role_that_computes_and_no_other(kind, tiny_model):
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_training_leaves_frozen_roles_byte_identical(kind, tiny_model):
     roles, rows = backbone(kind, tiny_model), sequences(4)
-    before = {role: roles.fingerprint(role) for role in ("reference", "reward", "policy", "critic")}
+    before = {role: roles.fingerprint(role) for role in ROLES}
     ids, mask, _ = pad_sequences(rows, 0)
     trained = [p for role in ("policy", "critic") for p in roles.parameters(role).values()]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     (micro_logprobs(roles, "policy", ids, mask, 1.0)[0].sum() + micro_values(roles, ids, mask).sum()).backward()
     optimizer.step()
-    after = {role: roles.fingerprint(role) for role in before}
+    after = {role: roles.fingerprint(role) for role in ROLES}
     assert after["reference"] == before["reference"] and after["reward"] == before["reward"]
     assert after["policy"] != before["policy"] and after["critic"] != before["critic"]
 
@@ -152,14 +155,13 @@ def test_the_critic_starts_as_the_reward_model(tiny_model, tmp_path):
     shared = backbone("shared", tiny_model, ("reward",), ("reward",))
     shared.save_headed("reward", tmp_path / "shared")
     fresh = backbone("shared", tiny_model)
+    assert isinstance(fresh, SharedRoles)
     fresh.load_headed(tmp_path / "shared", ["critic", "reward"])
     torch.testing.assert_close(scores_B(fresh, rows, 0, 1000), scores_B(shared, rows, 0, 1000))
     torch.testing.assert_close(scores_B(fresh, rows, 0, 1000, "critic"), scores_B(shared, rows, 0, 1000))
 
 
 def test_bfloat16_base_keeps_float32_adapters(tiny_model):
-    from keel.models.shared import SharedRoles
-
     roles = SharedRoles(load(tiny_model, "bfloat16"), ["policy", "reference"], ["policy"], 4, 8.0, 0)
     assert {p.dtype for p in roles.parameters("policy").values()} == {torch.float32}
     got, _ = logprobs_BT(roles, "policy", sequences(3), 1.0, 0, 1000)

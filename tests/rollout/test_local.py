@@ -1,17 +1,19 @@
 """The in-process sampler: what it draws, what it reports, and that a response is its own."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
 
-from keel.models.roles import logprobs_BT
+from keel.models.roles import Role, logprobs_BT
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.rollout.noise import sample_keys, uniforms
 from tests.tiny import backbone, encoder_of, prompts
 
 
-def engine(kind, folder, most=24, role="policy"):
+def engine(kind, folder, most=24, role: Role = "policy"):
     return LocalEngine(backbone(kind, folder), encoder_of(folder, most), role)
 
 
@@ -27,7 +29,7 @@ def test_logprobs_are_the_trainers(kind, tiny_model):
 def test_greedy_is_what_transformers_generates(tiny_model):
     sampler, asked = engine("separate", tiny_model), prompts(8)
     rollouts = sampler.generate(asked, Sampling(0.0, 24, rows=3), seed=0, step=0)
-    model = sampler.roles.model("policy")
+    model = cast(Any, sampler.roles.model("policy"))  # `generate` is not declared on PreTrainedModel
     for row, prompt_ids, mask in zip(
         rollouts.response_ids_BT, rollouts.prompt_ids, rollouts.response_mask_BT, strict=True
     ):

@@ -110,6 +110,24 @@ def test_an_inner_part_speaks_only_into_silence(capsys: pytest.CaptureFixture[st
     ]
 
 
+def test_short_inner_parts_together_are_not_silent(capsys: pytest.CaptureFixture[str]):
+    clock = Clock()
+    console = Console(clock=clock)
+    with console.task("ppo", 1):
+        for part in ("rollouts", "scores", "update"):
+            with console.task(part, 3) as inner:
+                for done in range(1, 4):
+                    clock.now += 1
+                    inner.update(done)
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "[ppo] step 0/1",
+        # 3 s of the first part end with it; the second breaks the silence at 4 s, and says that it ended at 6 s
+        "[scores] step 1/3",
+        "[scores] step 3/3",
+        "[ppo] step 0/1",
+    ]
+
+
 def test_a_count_that_goes_back_or_beyond_is_a_defect():
     for wrong in (6, 1):
         with pytest.raises(AssertionError), Console().task("sft", 5, start=2) as task:

@@ -64,9 +64,16 @@ def test_a_vocabulary_without_room_is_a_user_error() -> None:
         train_tokenizer(["a"], 100)
 
 
-SHAPE = dict(
-    vocab_size=300, hidden=32, layers=2, heads=2, intermediate=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
-)
+SHAPE = {
+    "vocab_size": 300,
+    "hidden": 32,
+    "layers": 2,
+    "heads": 2,
+    "intermediate": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def test_the_model_depends_on_its_seed_only() -> None:
@@ -78,13 +85,13 @@ def test_the_model_depends_on_its_seed_only() -> None:
     second, third = build_model(**SHAPE, seed=3), build_model(**SHAPE, seed=4)
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert not torch.equal(first.get_input_embeddings().weight, third.get_input_embeddings().weight)
+    assert not torch.equal(first.model.embed_tokens.weight, third.model.embed_tokens.weight)
 
 
 def test_the_model_is_a_stock_llama_that_loads_by_itself(tmp_path) -> None:
     model = build_model(**SHAPE, seed=0)
     assert not model.training and all(p.dtype == torch.float32 for p in model.parameters())
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.model.embed_tokens.weight is model.lm_head.weight
     # embeddings + layers * (attention + gated MLP + two norms) + last norm
     expected = 300 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert sum(p.numel() for p in model.parameters()) == expected

@@ -54,9 +54,7 @@ def test_requests_are_distinct_true_and_of_their_split(split) -> None:
         assert bool(request.day) == (TOPICS[request.topic].fact == "day") != bool(request.city)
         for kind, word in request.facts.items():
             assert word in request.text.replace(".", " ").replace("?", " ").replace(",", " ").split(), (kind, request)
-        mentioned = {
-            word for word in request.text.rstrip(".").replace(".", " ").replace(",", " ").replace("?", " ").split()
-        }
+        mentioned = set(request.text.rstrip(".").replace(".", " ").replace(",", " ").replace("?", " ").split())
         assert {w for w in mentioned if w in FACT_WORDS} == set(request.facts.values())
 
 

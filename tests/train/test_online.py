@@ -76,6 +76,7 @@ def rolled_out(kind, model, recipe, count=12):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_ratio_is_one_on_the_first_minibatch(kind, temperature, tiny_model):
     recipe = recipe_of(temperature=temperature)
+    assert recipe.ppo
     roles, rollouts = rolled_out(kind, tiny_model, recipe)
     experience, metrics = make_experience(roles, 0, rollouts, torch.randn(12), recipe.ppo, 0.05)
     optimizers = [make_optimizer(roles.parameters(r).values()) for r in ("policy", "critic")]
@@ -103,6 +104,7 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
     gradients = []
     for tokens in (10_000, 60):
         recipe = recipe_of(micro_tokens=tokens)
+        assert recipe.ppo
         roles, rollouts = rolled_out(kind, tiny_model, recipe)
         experience, _ = make_experience(roles, 0, rollouts, torch.arange(12.0), recipe.ppo, 0.05)
         accumulate(roles, 0, experience, [7, 2, 9, 4, 0], recipe.ppo, warming=False)
@@ -121,8 +123,9 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
 
 
 def test_experience_worked_by_hand(tiny_model):
-    """One row: rewards are -coefficient * KL everywhere, plus the score on the last token; returns sum what is to come."""
+    """One row: rewards are -coefficient * KL everywhere, plus the score on the last token; returns sum what follows."""
     recipe = recipe_of(lam=1.0, missing_eos_penalty=2.0)
+    assert recipe.ppo
     roles, rollouts = rolled_out("separate", tiny_model, recipe)
     experience, _ = make_experience(roles, 0, rollouts, torch.full((12,), 3.0), recipe.ppo, 0.5)
     for b, length in enumerate(rollouts.lengths_B.tolist()):
@@ -143,7 +146,9 @@ def test_truncated_rows_are_bootstrapped_or_terminal(tiny_model):
     assert "length" in rollouts.finish
     ends = {}
     for how in ("terminal", "bootstrap"):
-        experience, _ = make_experience(roles, 0, rollouts, torch.zeros(12), recipe_of(truncated=how, lam=1.0).ppo, 0.0)
+        ppo = recipe_of(truncated=how, lam=1.0).ppo
+        assert ppo
+        experience, _ = make_experience(roles, 0, rollouts, torch.zeros(12), ppo, 0.0)
         last = rollouts.lengths_B - 1
         ends[how] = experience.returns_BT[torch.arange(12), last]
     cut = torch.tensor([finish == "length" for finish in rollouts.finish])
