@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # before pydantic: its links help no user of Keel
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # two thread pools on one laptop slow each other down
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine many times slower,
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # and a quiet one no faster (docs/decisions.md)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -55,6 +57,9 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         console.line(HELP)
         return 0
     command, rest = arguments[0], arguments[1:]
+    if rest and rest[0] in ("-h", "--help") and command != "chat":
+        console.line(HELP)
+        return 0
     commands: dict[str, Callable[[list[str], Console], None]] = {
         "run": lambda rest, console: _run(rest, console, None),
         "show": _show,

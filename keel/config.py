@@ -81,17 +81,17 @@ class SandboxConfig(Section):
     """Prompts of combinations that training never sees, for evaluation."""
     annotator_temperature: Rate = 0.6
     """Bradley-Terry noise of the annotators: they prefer a to b with probability sigmoid((gold a - gold b) / this)."""
-    vocabulary: Positive = 1024
+    vocabulary: Positive = 1200
     """Tokens of the BPE tokenizer that is trained on the world's text."""
-    hidden: Positive = 128
+    hidden: Positive = 160
     """Width of the model."""
     layers: Positive = 2
     """Layers of the model."""
-    heads: Positive = 4
+    heads: Positive = 5
     """Attention heads of the model."""
-    pretrain_rows: Positive = 16000
+    pretrain_rows: Positive = 12000
     """Transcripts that the model reads before SFT (loss on every token, so that it learns to copy facts)."""
-    pretrain_steps: Positive = 500
+    pretrain_steps: Positive = 400
     """Optimizer steps of that reading."""
     pretrain_batch: Positive = 32
     """Transcripts per step."""
@@ -110,8 +110,9 @@ class SftConfig(Section):
     """Passes over the demonstrations."""
     batch: Positive = 32
     """Demonstrations per optimizer step."""
-    learning_rate: Rate = 2e-5
-    """Peak. 2e-5 suits full fine-tuning of models of 0.1 to 10 B; adapters want about ten times more."""
+    learning_rate: Rate | None = None
+    """Peak. Null: 2e-5 with tuning full, 2e-4 with lora [adapters want ten times more: Schulman et al. 2025, "LoRA
+    without regret"]."""
     warmup: Fraction = 0.05
     """Share of the steps over which the rate rises; it falls linearly to 0 after."""
     max_grad_norm: Rate = 1.0
@@ -133,14 +134,14 @@ class RewardConfig(Section):
     """Sandbox only: prompts that annotators are shown. Null: 1500."""
     responses_per_prompt: Annotated[int, Field(ge=2)] | None = None
     """Sandbox only: replies per prompt that are ranked, K. Null: 4 [InstructGPT, arXiv:2203.02155: 4 to 9]."""
-    max_pairs: Positive | None = None
-    """Use at most so many training pairs, drawn by seed. Null: all."""
+    max_prompts: Positive | None = None
+    """Train on at most so many prompts, drawn by seed. Null: all."""
     epochs: Positive = 1
-    """Passes over the pairs [InstructGPT: more than one overfits]."""
+    """Passes over the prompts [InstructGPT: more than one overfits]."""
     batch: Positive = 32
-    """Pairs per optimizer step."""
-    learning_rate: Rate = 1e-5
-    """Peak [InstructGPT: 9e-6]; adapters want about ten times more."""
+    """Prompts per optimizer step, each with all its pairs [InstructGPT: 64]."""
+    learning_rate: Rate | None = None
+    """Peak. Null: 1e-5 with backbone separate [InstructGPT: 9e-6], 1e-4 with shared."""
     warmup: Fraction = 0.05
     """Share of the steps over which the rate rises; it falls linearly to 0 after."""
     max_grad_norm: Rate = 1.0
@@ -158,8 +159,8 @@ class RewardConfig(Section):
 class PolicyConfig(Section):
     """The policy's update."""
 
-    learning_rate: Rate = 1e-6
-    """Peak; linear decay to 0. 1e-6 suits full fine-tuning; adapters want 10 to 100 times more."""
+    learning_rate: Rate | None = None
+    """Peak; linear decay to 0. Null: 1e-6 with backbone separate, 1e-5 with shared."""
     clip: Rate = 0.2
     """Clip range of the ratio [PPO, arXiv:1707.06347, table 3]."""
     max_grad_norm: Rate = 1.0
@@ -169,8 +170,8 @@ class PolicyConfig(Section):
 class CriticConfig(Section):
     """The critic's update. It starts as a copy of the reward model, where there is one."""
 
-    learning_rate: Rate = 1e-5
-    """Peak; linear decay to 0."""
+    learning_rate: Rate | None = None
+    """Peak; linear decay to 0. Null: 1e-5 with backbone separate, 1e-4 with shared."""
     clip: Rate | None = 0.2
     """Clip range of the value around its value before the update [PPO2, LM human preferences]. Null: none."""
     max_grad_norm: Rate = 1.0
@@ -314,6 +315,14 @@ class Recipe(Section):
         if copy.uses_lora:
             copy.model.lora_rank = copy.model.lora_rank or LORA_RANK
             copy.model.lora_alpha = copy.model.lora_alpha or 2.0 * copy.model.lora_rank
+        more = 10.0 if copy.model.backbone == "shared" else 1.0
+        if copy.sft:
+            copy.sft.learning_rate = copy.sft.learning_rate or (2e-4 if copy.sft.tuning == "lora" else 2e-5)
+        if copy.reward:
+            copy.reward.learning_rate = copy.reward.learning_rate or 1e-5 * more
+        if copy.ppo:
+            copy.ppo.policy.learning_rate = copy.ppo.policy.learning_rate or 1e-6 * more
+            copy.ppo.critic.learning_rate = copy.ppo.critic.learning_rate or 1e-5 * more
         if copy.ppo and copy.ppo.kl.controller == "adaptive":
             copy.ppo.kl.target = copy.ppo.kl.target or KL_TARGET
             copy.ppo.kl.horizon = copy.ppo.kl.horizon or KL_HORIZON
@@ -334,6 +343,8 @@ def _check_sandbox(recipe: Recipe) -> None:
             raise ValueError(f"{name}.data does nothing in the sandbox, which makes its own; remove it")
         if not recipe.sandbox and stage.data is None:
             raise ValueError(f"{name}.data is missing: name a file as {name}.data.path")
+        if stage.data and stage.data.first_words and name != "ppo":
+            raise ValueError(f"{name}.data.first_words does nothing: only prompts are cut to their first words")
     reward = recipe.reward
     if reward and not recipe.sandbox and (reward.prompts or reward.responses_per_prompt):
         raise ValueError("reward.prompts and reward.responses_per_prompt do nothing outside the sandbox; remove them")

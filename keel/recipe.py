@@ -11,7 +11,7 @@ import tyro
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from keel.config import Recipe
+from keel.config import Recipe, RewardConfig
 from keel.errors import ConfigError
 
 _CUT = "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution"
@@ -131,12 +131,11 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
         )
     if recipe.reward:
         reward = recipe.reward
-        pairs = None
         if world and reward.prompts and reward.responses_per_prompt:
             k = reward.responses_per_prompt
             pairs = reward.prompts * k * (k - 1) // 2
             rows.append(("reward", f"{reward.prompts} prompts x {k} replies ranked: up to {pairs} pairs"))
-        rows.append(("reward", _passes(reward.epochs, reward.batch, pairs, reward.held_out, "pairs", reward.max_pairs)))
+        rows.append(("reward", _reward_passes(reward)))
     if recipe.ppo:
         ppo = recipe.ppo
         steps = ppo.updates * ppo.epochs * ppo.minibatches
@@ -160,11 +159,17 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
     return rows
 
 
-def _passes(epochs: int, batch: int, rows: int | None, held_out: int, what: str, most: int | None = None) -> str:
+def _passes(epochs: int, batch: int, rows: int | None, held_out: int, what: str) -> str:
     if rows is None:
-        limit = f"at most {most} {what}" if most else f"all {what} in the data"
-        return f"{epochs} pass(es) over {limit}, less {held_out} held out, {batch} a step"
+        return f"{epochs} pass(es) over all {what} in the data, less {held_out} held out, {batch} a step"
     used = max(0, rows - held_out)
-    used = min(used, most) if most else used
     steps = -(-used * epochs // batch)
     return f"{epochs} pass(es) over up to {used} {what} ({held_out} held out), {batch} a step = {steps} optimizer steps"
+
+
+def _reward_passes(reward: RewardConfig) -> str:
+    most = f"at most {reward.max_prompts} prompts" if reward.max_prompts else "all prompts"
+    return (
+        f"{reward.epochs} pass(es) over {most} with their pairs, less those of {reward.held_out} pairs held out, "
+        f"{reward.batch} prompts a step"
+    )

@@ -1,4 +1,4 @@
-"""The reward of smollm2-sentiment.yaml: how positive a continuation is by the VADER lexicon (Hutto, Gilbert 2014)."""
+"""Reward of smollm2-sentiment.yaml: how positive a continuation sounds, by the VADER lexicon (Hutto, Gilbert 2014)."""
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 

@@ -123,6 +123,8 @@ class _Drop(Exception):
 
 
 def _demonstration(view: View) -> Demonstration:
+    if view.row.cells.get("label") is False:  # a file of thumbs, and this one points down
+        raise _Drop("label is false")
     if view.shape == ("messages",):
         *turns, last = view.turns("messages", "user") or [{}]
         if last.get("role") != "assistant":

@@ -39,9 +39,9 @@ class FunctionReward:
         place, _, attribute = name.rpartition(":")
         try:
             module = _module(place)
-        except (ImportError, OSError, SyntaxError) as error:
+        except Exception as error:  # the user's own code runs here, and may fail in any way
             raise RewardError(
-                f"the reward function's module cannot be imported: {error}",
+                f"the reward function's module cannot be imported: {type(error).__name__}: {error}",
                 where=name,
                 remedy="name it as file.py:function or package.module:function, and install what it imports",
             ) from None
@@ -93,7 +93,7 @@ class FunctionReward:
 def source_hash(name: str) -> str:
     """SHA-256 of the file that defines the function, so that a changed function is a changed input."""
     place = name.rpartition(":")[0]
-    spec = None if place.endswith(".py") else importlib.util.find_spec(place)
+    spec = None if place.endswith(".py") else importlib.import_module(place).__spec__
     file = Path(place) if place.endswith(".py") else Path(spec.origin) if spec and spec.origin else None
     content = file.read_bytes() if file and file.is_file() else place.encode()
     return hashlib.sha256(content).hexdigest()

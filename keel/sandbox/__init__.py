@@ -4,7 +4,7 @@ from keel.sandbox.annotators import TEMPERATURE, pairwise_ceiling, rank
 from keel.sandbox.gold import Gold, gold, gold_score
 from keel.sandbox.model import build_model
 from keel.sandbox.replies import demonstration, ideal_reply
-from keel.sandbox.tokenizer import train_tokenizer
+from keel.sandbox.tokenizer import train_tokenizer, transcript
 from keel.sandbox.world import Request, request_from_columns, requests
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "request_from_columns",
     "requests",
     "train_tokenizer",
+    "transcript",
 ]

@@ -12,8 +12,8 @@ def rank(golds: Sequence[float], temperature: float, rng: np.random.Generator) -
     """Indices of `golds`, best first, drawn from the Plackett-Luce model of golds / temperature.
 
     Gumbel noise is added to each golds / temperature and the sums are sorted (Yellott 1977). So reply a is placed
-    before reply b with probability sigmoid((a - b) / temperature), Bradley-Terry exactly, whatever other
-    replies are ranked.
+    before reply b with probability sigmoid((a - b) / temperature), Bradley-Terry exactly, whatever other replies are
+    ranked.
     """
     noisy = np.asarray(golds, dtype=np.float64) / temperature + rng.gumbel(size=len(golds))
     return [int(index) for index in np.argsort(-noisy, kind="stable")]

@@ -1,8 +1,8 @@
 """All words and sentences of the sandbox: a household shop, its customers and its service desk.
 
 Written for Keel. Choices in square brackets and slots in braces are explained in templates.py. No plain word of a
-sentence may also be a fact word (an item, a day, a city or a name), and no sentence may serve two
-purposes; tests assert both.
+sentence may also be a fact word (an item, a day, a city or a name), and no sentence may serve two purposes;
+tests assert both.
 """
 
 from dataclasses import dataclass

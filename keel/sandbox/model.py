@@ -5,6 +5,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from keel.errors import ConfigError
 
+MLP_SCALE = 0.3
+
 
 def build_model(
     *,
@@ -51,6 +53,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        weights = dict(model.named_parameters())
+        for place in (f"model.layers.{i}" for i in range(layers)):
+            weights[f"{place}.mlp.down_proj.weight"].mul_(MLP_SCALE)
+            weights[f"{place}.self_attn.o_proj.weight"].copy_(weights[f"{place}.self_attn.v_proj.weight"].T)
     model.generation_config = GenerationConfig(
         bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, do_sample=True
     )

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on the sandbox's own text, in Hugging Face form."""
+"""A byte-level BPE tokenizer trained on the sandbox's own text, and the text that a base model reads."""
 
 from collections.abc import Iterable
 
@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from keel.errors import ConfigError
+from keel.sandbox.world import Request
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -50,3 +51,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def transcript(request: Request, reply: str) -> str:
+    """What the base model is pretrained on, with loss on every token: request, reply, EOS, the desk's note, EOS.
+
+    The note lists what the message is about: " lamp Monday Anna late angry". Nothing is ever sampled after the first
+    EOS, so notes never appear in replies; but they ask for every fact in every row, and a model that reads them learns
+    to copy facts much sooner. Encode with `add_special_tokens=False`; the marks are in the text.
+    """
+    words = (*request.facts.values(), request.topic, request.mood)
+    note = "".join(f" {word}" for word in words)
+    return f"<bos><user>{request.text}<assistant>{reply}<eos>{note}<eos>"

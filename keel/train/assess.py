@@ -44,7 +44,7 @@ def eval_stage(
     sampling = Sampling(ppo.temperature, recipe.model.max_response_tokens)
     with run.console.task("answering held-out prompts", 2 * len(prompts), unit="reply") as task:
         before = LocalEngine(frozen, encoder, "reference").generate(
-            prompts, sampling, seed=recipe.seed, step=EVAL_STEP, progress=task.update
+            prompts, sampling, seed=recipe.seed, step=EVAL_STEP, progress=run.watch(task)
         )
         after = LocalEngine(trained, encoder).generate(
             prompts,
@@ -52,7 +52,7 @@ def eval_stage(
             seed=recipe.seed,
             step=EVAL_STEP,
             version=ppo.updates,
-            progress=lambda done: task.update(len(prompts) + done),
+            progress=run.watch(task, len(prompts)),
         )
     source: Reward = (
         LearnedReward(frozen, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)

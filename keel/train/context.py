@@ -14,7 +14,7 @@ from keel.config import Recipe
 from keel.errors import Interrupted
 from keel.models.roles import Roles, checkpoint_tensors, restore_tensors
 from keel.runs import checkpoint
-from keel.runs.console import Console
+from keel.runs.console import Console, Task
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import JsonLines
@@ -30,7 +30,27 @@ class Run:
     console: Console
     interrupt: Interrupt
     device: torch.device
-    command: str = ""
+    command: str
+
+    def stop_if_asked(self, where: str) -> None:
+        """Raises Interrupted when the user asked to stop: for work that is done again from its start."""
+        if self.interrupt.requested:
+            raise self.interrupted(f"stopped while {where}")
+
+    def interrupted(self, what: str) -> Interrupted:
+        """The error that ends a run on request and says how to go on."""
+        return Interrupted(
+            what, where=str(self.folder.path), remedy=f"the same command goes on from there: {self.command}"
+        )
+
+    def watch(self, task: Task, done_before: int = 0) -> Callable[[int], None]:
+        """For the sampler's `progress`: moves the bar, and stops when the user asked to."""
+
+        def progress(done: int) -> None:
+            self.stop_if_asked(task.title)
+            task.update(done_before + done)
+
+        return progress
 
 
 @dataclass
@@ -88,11 +108,8 @@ class Session:
             self.save()
         if stop and not last:
             self.close()
-            raise Interrupted(
-                f"stopped at step {self.step} of stage {self.stage.path.name}; everything up to there is saved",
-                where=str(self.stage.path),
-                remedy=f"the same command goes on from there: {self.run.command}",
-            )
+            name = self.stage.path.name
+            raise self.run.interrupted(f"stopped at step {self.step} of stage {name}; everything up to there is saved")
 
     def save(self) -> None:
         """Writes a checkpoint of this step, unless there is one."""
@@ -111,7 +128,3 @@ class Session:
         """Closes the logs."""
         for log in (self.metrics, self.samples, self.events):
             log.close()
-
-
-Numbers = Mapping[str, float]
-StepLoss = Callable[[list[int]], dict[str, float]]

@@ -5,11 +5,13 @@ the reward, the score on the last token, GAE, clipped policy and value losses.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from keel.algo.advantages import gae
 from keel.algo.kl import adaptive_coefficient, k1
@@ -21,7 +23,7 @@ from keel.config import KlConfig, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
 from keel.errors import NumberError
-from keel.models.roles import Roles, logprobs_BT, micro_logprobs, micro_values, values_BT
+from keel.models.roles import Role, Roles, logprobs_BT, micro_logprobs, micro_values, values_BT
 from keel.rewards.base import Reward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
@@ -48,25 +50,20 @@ def train_ppo(
     gold: scores that are only logged, never trained on. Raises Interrupted, NumberError, RewardError, RunError.
     """
     ppo, seed = _settings(run), run.recipe.seed
-    policy_optimizer = make_optimizer(roles.parameters("policy").values())
-    critic_optimizer = make_optimizer(roles.parameters("critic").values())
-    session = Session(
-        run,
-        stage,
-        roles,
-        {"policy_optimizer": policy_optimizer, "critic_optimizer": critic_optimizer},
-        ppo.checkpoint_every,
-        {"kl_coefficient": ppo.kl.coefficient, "warming": ppo.critic.warmup_cap > 0},
-    )
+    assert ppo.policy.learning_rate and ppo.critic.learning_rate
+    peaks: dict[Role, float] = {"policy": ppo.policy.learning_rate, "critic": ppo.critic.learning_rate}
+    optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
+    start = {"kl_coefficient": ppo.kl.coefficient, "warming": ppo.critic.warmup_cap > 0}
+    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, start)
     state = session.state
     engine = LocalEngine(roles, encoder)
     sampling = Sampling(ppo.temperature, run.recipe.model.max_response_tokens)
     with run.console.task("ppo", ppo.updates, unit="update") as task:
         while session.step < ppo.updates:
             step, clock = session.step, _Clock()
-            rate = linear_rate(step, ppo.updates, 1.0)
-            set_rate(policy_optimizer, rate * ppo.policy.learning_rate)
-            set_rate(critic_optimizer, rate * ppo.critic.learning_rate)
+            rates = {role: linear_rate(step, ppo.updates, peak) for role, peak in peaks.items()}
+            for role, rate in rates.items():
+                set_rate(optimizers[role], rate)
 
             chosen = batch_rows(len(prompts), ppo.rollouts // ppo.responses_per_prompt, step, seed)
             asked = [prompts[i] for i in chosen for _ in range(ppo.responses_per_prompt)]
@@ -88,23 +85,16 @@ def train_ppo(
                 fresh = metrics["explained_variance"]
                 if fresh >= ppo.critic.warmup_explained_variance or step >= ppo.critic.warmup_cap:
                     state["warming"] = False
+                learners: list[Role] = ["critic"] if state["warming"] else ["policy", "critic"]
                 metrics |= update(
-                    roles,
-                    encoder.pad_id,
-                    experience,
-                    ppo,
-                    seed,
-                    step,
-                    policy_optimizer,
-                    critic_optimizer,
-                    warming=state["warming"],
+                    roles, encoder.pad_id, experience, ppo, (seed, step), {role: optimizers[role] for role in learners}
                 )
             clock.lap("update")
 
             metrics |= {
                 "kl_coefficient": state["kl_coefficient"],
                 "warming": float(state["warming"]),
-                "learning_rate": rate * ppo.policy.learning_rate,
+                "learning_rate": rates["policy"],
             }
             if kept and ppo.kl.controller == "adaptive" and not state["warming"]:  # no policy, no KL to steer by
                 state["kl_coefficient"] = _adapted(
@@ -166,42 +156,38 @@ def update(
     pad_id: int,
     experience: Experience,
     ppo: PpoConfig,
-    seed: int,
-    step: int,
-    policy_optimizer: torch.optim.Optimizer,
-    critic_optimizer: torch.optim.Optimizer,
-    *,
-    warming: bool,
+    key: tuple[int, int],
+    optimizers: Mapping[str, Optimizer],
 ) -> dict[str, float]:
-    """Epochs of minibatches of micro-batches; one optimizer step per minibatch. While warming only the critic learns.
+    """Epochs of minibatches of micro-batches; each minibatch is one step of each optimizer that is given.
 
-    Returns means over the minibatches; `first_log_ratio` is the first one's largest |log ratio|.
+    key: (seed, step), from which the order of rows is drawn. Without the policy's optimizer only the critic learns.
+    Returns means over the minibatches; `first_log_ratio` is the largest |log ratio| of the very first one.
     """
-    rows_all = len(experience.rollouts)
+    minibatches = min(ppo.minibatches, len(experience.rollouts))
     totals: dict[str, float] = {}
-    first = 0.0
+    first: dict[str, float] = {}
     for epoch in range(ppo.epochs):
-        order = np.random.default_rng(np.random.SeedSequence((seed, step, epoch))).permutation(rows_all)
-        for number, rows in enumerate(np.array_split(order, min(ppo.minibatches, rows_all))):
-            metrics = accumulate(roles, pad_id, experience, rows.tolist(), ppo, warming=warming)
-            if epoch == number == 0:
-                first = metrics["log_ratio_abs_max"]
-            where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
-            metrics["critic_grad_norm"] = guarded_step(critic_optimizer, ppo.critic.max_grad_norm, f"{where}, critic")
-            if not warming:
-                metrics["policy_grad_norm"] = guarded_step(
-                    policy_optimizer, ppo.policy.max_grad_norm, f"{where}, policy"
-                )
+        # PCG64 by name: default_rng may change its bit generator between numpy versions.
+        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([*key, epoch]))).permutation(
+            len(experience.rollouts)
+        )
+        for number, rows in enumerate(np.array_split(order, minibatches)):
+            metrics = accumulate(roles, pad_id, experience, rows.tolist(), ppo, optimizers.keys())
+            largest = metrics.pop("log_ratio_abs_max", None)
+            if largest is not None and not totals:
+                first["first_log_ratio"] = largest
+            bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
+            where = f"ppo, update {key[1] + 1}, epoch {epoch + 1}, minibatch {number + 1}"
+            for role, norm in guarded_step(optimizers, bounds, where).items():
+                metrics[f"{role}_grad_norm"] = norm
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
-    count = ppo.epochs * min(ppo.minibatches, rows_all)
-    for name in ("log_ratio_abs_max", "ratio_max"):
-        totals.pop(name, None)
-    return {name: value / count for name, value in totals.items()} | {"first_log_ratio": first}
+    return {name: value / (ppo.epochs * minibatches) for name, value in totals.items()} | first
 
 
 def accumulate(
-    roles: Roles, pad_id: int, experience: Experience, rows: Sequence[int], ppo: PpoConfig, *, warming: bool
+    roles: Roles, pad_id: int, experience: Experience, rows: Sequence[int], ppo: PpoConfig, learners: Collection[str]
 ) -> dict[str, float]:
     """Adds the gradients of one minibatch, micro-batch by micro-batch; both losses are means over its response tokens.
 
@@ -209,38 +195,39 @@ def accumulate(
     """
     sequences, mask_BT = experience.rollouts.sequences(), experience.rollouts.response_mask_BT
     tokens = int(mask_BT[list(rows)].sum())
-    totals = {"policy_loss": 0.0, "value_loss": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0, "log_ratio_abs_max": 0.0}
+    totals: Counter[str] = Counter()
+    largest = 0.0
     for part in micro_batches([len(sequences[i]) for i in rows], ppo.micro_tokens):
         some = [rows[i] for i in part]
         ids_BS, places_BS, _ = pad_sequences([sequences[i] for i in some], pad_id)
-        ids_BS, places_BS, inside = ids_BS.to(roles.device), places_BS.to(roles.device), mask_BT[some]
-
-        def packed(x_BT: Tensor, some: list[int] = some, inside: Tensor = inside) -> Tensor:
-            return x_BT[some][inside].to(roles.device)
-
-        everything_N = torch.ones(int(inside.sum()), dtype=torch.bool, device=roles.device)
-        if not warming:
+        ids_BS, places_BS = ids_BS.to(roles.device), places_BS.to(roles.device)
+        old = _Packed(experience, some, roles.device)
+        if "policy" in learners:
             logprobs_N, _ = micro_logprobs(roles, "policy", ids_BS, places_BS, ppo.temperature)
-            loss, metrics = ppo_clip(
-                logprobs_N,
-                packed(experience.policy_logprobs_BT),
-                packed(experience.advantages_BT),
-                everything_N,
-                ppo.policy.clip,
-                tokens,
-            )
+            loss, metrics = ppo_clip(logprobs_N, old.logprobs_N, old.advantages_N, old.mask_N, ppo.policy.clip, tokens)
             _backward(loss, "policy")
-            totals["policy_loss"] += loss.item()
-            for name in ("clip_fraction", "approx_kl"):
-                totals[name] += float(metrics[name])
-            totals["log_ratio_abs_max"] = max(totals["log_ratio_abs_max"], float(metrics["log_ratio_abs_max"]))
+            totals.update({"policy_loss": loss.item()})
+            totals.update({name: metrics[name].item() for name in ("clip_fraction", "approx_kl")})
+            largest = max(largest, metrics["log_ratio_abs_max"].item())
         values_N = micro_values(roles, ids_BS, places_BS)
-        loss, _ = value_loss(
-            values_N, packed(experience.values_BT), packed(experience.returns_BT), everything_N, ppo.critic.clip, tokens
-        )
+        loss, _ = value_loss(values_N, old.values_N, old.returns_N, old.mask_N, ppo.critic.clip, tokens)
         _backward(loss, "critic")
-        totals["value_loss"] += loss.item()
-    return totals
+        totals.update({"value_loss": loss.item()})
+    return dict(totals) | ({"log_ratio_abs_max": largest} if "policy" in learners else {})
+
+
+class _Packed:
+    """What a micro-batch's losses need, its response tokens in the order in which the passes give them: [N]."""
+
+    def __init__(self, experience: Experience, rows: list[int], device: torch.device):
+        mask_BT = experience.rollouts.response_mask_BT[rows]
+
+        def pack(x_BT: Tensor) -> Tensor:
+            return x_BT[rows][mask_BT].to(device)
+
+        self.logprobs_N, self.advantages_N = pack(experience.policy_logprobs_BT), pack(experience.advantages_BT)
+        self.values_N, self.returns_N = pack(experience.values_BT), pack(experience.returns_BT)
+        self.mask_N = torch.ones(len(self.values_N), dtype=torch.bool, device=device)
 
 
 def _backward(loss: Tensor, part: str) -> None:

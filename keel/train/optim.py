@@ -1,20 +1,20 @@
 """Optimizers, learning-rate schedules as pure functions of the step, and the guarded step."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from keel.errors import NumberError
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
-    """AdamW with betas (0.9, 0.95), eps 1e-5, no weight decay [eps: arXiv:1909.08593, released code].
+def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float = 0.95, eps: float = 1e-5) -> AdamW:
+    """AdamW without weight decay; betas (0.9, 0.95) and eps 1e-5 for PPO [arXiv:1909.08593, released code].
 
     The learning rate is set before each step by `set_rate`.
     """
-    return AdamW(list(parameters), lr=0.0, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
+    return AdamW(list(parameters), lr=0.0, betas=(0.9, beta2), eps=eps, weight_decay=0.0, fused=True)
 
 
 def linear_rate(step: int, steps: int, peak: float, warmup: float = 0.0) -> float:
@@ -31,22 +31,29 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def guarded_step(optimizer: Optimizer, max_grad_norm: float, where: str) -> float:
-    """Clips the gradient's global norm, steps, clears the gradients, and returns the norm before clipping.
+def guarded_step(
+    optimizers: Mapping[str, Optimizer], max_grad_norms: Mapping[str, float], where: str
+) -> dict[str, float]:
+    """Clips each optimizer's gradients to their global norm, steps all, clears, and returns the norms before clipping.
 
     Raises:
-        NumberError: the norm is not finite. No weight has been changed by then, and the gradients are cleared.
+        NumberError: a norm is not finite. No optimizer has stepped by then, and all gradients are cleared.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-    if not torch.isfinite(norm):
+    norms: dict[str, float] = {}
+    for name, optimizer in optimizers.items():
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms[name] = nn.utils.clip_grad_norm_(parameters, max_grad_norms[name]).item()
+    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if not bad:
+        for optimizer in optimizers.values():
+            optimizer.step()
+    for optimizer in optimizers.values():
         optimizer.zero_grad(set_to_none=True)
+    if bad:
         raise NumberError(
-            f"the gradient's norm is {norm.item()}; the optimizer did not step",
+            f"the gradient of the {bad[0]} has the norm {norms[bad[0]]}; no weight was changed",
             where=where,
             remedy="lower the learning rate, or look at the rewards and rows of this step; "
             "the same command goes on from the last checkpoint",
         )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm.item()
+    return norms

@@ -11,10 +11,9 @@ import torch
 
 from keel import metrics as registry
 from keel.config import Recipe
-from keel.data.formats import read_preferences
 from keel.errors import RunError
 from keel.models.loading import file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
-from keel.rewards.functions import source_hash
+from keel.rewards.functions import FunctionReward, source_hash
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
@@ -56,34 +55,40 @@ class Pipeline:
     def __init__(self, run: Run, only: str | None, overwrite: bool):
         self.run, self.recipe, self.only, self.overwrite = run, run.recipe, only, overwrite
         self.fingerprints: dict[str, str] = {}
+        self.inputs: dict[str, dict[str, Any]] = {}
         self.results: dict[str, dict[str, Any]] = {}
 
     def go(self) -> None:
         """All stages of the recipe, or the one that was asked for; then the summary, when there is an evaluation."""
         recipe = self.recipe
-        base, data = self._base(), self.run.folder.stage("base").path
-        start: Path | str = base
-        if recipe.sft:
-            read = stages.read_stage_demonstrations(recipe.sft.data, data)
+        if recipe.ppo and recipe.ppo.reward != "model":
+            FunctionReward.named(recipe.ppo.reward)  # a mistake in it should show before an hour of SFT
+        data = self.run.folder.stage("base").path
+        base = self._base() if recipe.sandbox else None
+        rows = stages.read_inputs(recipe, data, self.run.console)
+        start = base = base or self._base()
+        if rows.demonstrations:
+            read = rows.demonstrations
             start = self._stage("sft", {"data": read.sha256}, lambda s: stages.sft_stage(self.run, s, base, read, data))
         reward_folder = None
         if recipe.reward and self._reaches("reward"):
-            pairs = (
-                read_preferences(recipe.reward.data.path, recipe.reward.data.columns) if recipe.reward.data else None
-            )
             reward_folder = self._stage(
                 "reward",
-                {"data": pairs.sha256 if pairs else "sandbox"},
-                lambda s: stages.reward_stage(self.run, s, start, pairs, data),
+                {"data": rows.pairs.sha256 if rows.pairs else "sandbox"},
+                lambda s: stages.reward_stage(self.run, s, start, rows.pairs, data),
             )
-        if recipe.ppo and self._reaches("ppo"):
-            train, held_out, counts = stages.read_stage_prompts(recipe, data)
-            inputs = {"data": counts["sha256"], "held_out": len(held_out)}
+        if rows.prompts and recipe.ppo and self._reaches("ppo"):
+            inputs: dict[str, Any] = {"data": rows.prompts.sha256}
+            if recipe.ppo.data:  # what is held out of the file is not trained on
+                inputs["held_out"] = len(rows.heldout_prompts)
             if recipe.ppo.reward != "model":
                 inputs["reward_function"] = source_hash(recipe.ppo.reward)
-            policy = self._stage("ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, train))
-            self._picture()
+            policy = self._stage(
+                "ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, rows.train_prompts)
+            )
+            draw(self.run, self.results.get("base", {}).get("gold_best"))
             if recipe.eval and self._reaches("eval"):
+                held_out = rows.heldout_prompts
                 self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
                 summarise(self.run, self.results)
         self._manifest()
@@ -108,9 +113,13 @@ class Pipeline:
         return recipe.model.path
 
     def _stage(self, name: str, inputs: Mapping[str, Any], work: Callable[[StageFolder], dict[str, Any]]) -> Path:
-        parts = {**self._settings(name), **inputs, **{f"stage {n}": f for n, f in self.fingerprints.items()}}
+        parts: dict[str, Any] = {
+            **self._settings(name),
+            **inputs,
+            **{f"stage {n}": f for n, f in self.fingerprints.items()},
+        }
         fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        self.fingerprints[name] = fingerprint
+        self.fingerprints[name], self.inputs[name] = fingerprint, parts
         stage, console = self.run.folder.stage(name), self.run.console
         if (
             self.only not in (None, name)
@@ -125,6 +134,7 @@ class Pipeline:
         state = stage.check(fingerprint, parts, self.overwrite and self.only in (None, name))
         result = stage.finished(fingerprint) if state == "finished" else None
         if result is None:
+            self.run.stop_if_asked(f"before stage {name}")
             console.rule(name)
             self._manifest()
             began = time.monotonic()
@@ -150,7 +160,7 @@ class Pipeline:
         self.run.folder.write_manifest(
             {
                 "recipe": self.recipe.model_dump(mode="json"),
-                "fingerprints": self.fingerprints,
+                "inputs": self.inputs,
                 "command": self.run.command,
                 "metrics": {
                     m.name: {"unit": m.unit, "meaning": m.meaning, "healthy": m.healthy}
@@ -158,9 +168,6 @@ class Pipeline:
                 },
             }
         )
-
-    def _picture(self) -> None:
-        draw(self.run, self.results.get("base", {}).get("gold_best"))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

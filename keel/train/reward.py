@@ -1,9 +1,12 @@
 """The Bradley-Terry reward model: one scalar per response, read at its last token."""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from keel.algo import moments
 from keel.algo.preference import bradley_terry
@@ -13,45 +16,71 @@ from keel.types import TokenSequence
 
 
 @dataclass(frozen=True)
-class EncodedPair:
-    """Token ids of a prompt with the preferred response and with the other."""
+class Comparisons:
+    """The responses to one prompt, and the pairs among them: (preferred, other), as places in `sequences`."""
 
-    chosen: TokenSequence
-    rejected: TokenSequence
+    sequences: tuple[TokenSequence, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]]) -> "Comparisons":
+        """From (preferred, other) sequences of one prompt; a response in several pairs is held once."""
+        places: dict[TokenSequence, int] = {}
+        found = tuple((places.setdefault(a, len(places)), places.setdefault(b, len(places))) for a, b in pairs)
+        return cls(tuple(places), found)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(map(len, self.sequences))
 
 
 def pair_loss(
-    roles: Roles, pairs: Sequence[EncodedPair], pad_id: int, micro_tokens: int
+    roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
 ) -> Callable[[list[int]], dict[str, float]]:
-    """A step for `supervised.fit`: mean -log sigmoid(chosen - rejected) over the pairs, the two of a pair in one pass."""
+    """A step for `supervised.fit`: mean -log sigmoid(preferred - other) over all pairs of the prompts in the batch.
+
+    Each response is scored once, whatever the number of its pairs, as in InstructGPT (arXiv:2203.02155, section 3.5);
+    there each prompt weighs the same, here each pair does.
+    """
 
     def step(rows: list[int]) -> dict[str, float]:
-        totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
-        longest = [max(len(pairs[i].chosen), len(pairs[i].rejected)) for i in rows]
-        for part in micro_batches(longest, max(1, micro_tokens // 2)):
-            some = [pairs[rows[i]] for i in part]
-            ids_BS, _, lengths_B = pad_sequences([p.chosen for p in some] + [p.rejected for p in some], pad_id)
-            chosen_B, rejected_B = micro_scores(roles, ids_BS.to(roles.device), lengths_B).chunk(2)
-            loss, metrics = bradley_terry(chosen_B, rejected_B, len(rows))
+        totals: Counter[str] = Counter()
+        count = sum(len(groups[i].pairs) for i in rows)
+        for some in _micro_groups([groups[i] for i in rows], micro_tokens):
+            chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
+            loss, metrics = bradley_terry(chosen_B, rejected_B, count)
             loss.backward()
-            totals["loss"] += loss.item()
-            for name in ("accuracy", "margin"):
-                totals[name] += float(metrics[name])
-        return totals
+            totals.update(loss=loss.item(), accuracy=metrics["accuracy"].item(), margin=metrics["margin"].item())
+        return dict(totals)
 
     return step
 
 
-def pair_scores(roles: Roles, pairs: Sequence[EncodedPair], pad_id: int, micro_tokens: int) -> torch.Tensor:
-    """Scores of the preferred and of the other responses: [2, B]."""
-    flat = [p.chosen for p in pairs] + [p.rejected for p in pairs]
-    return scores_B(roles, flat, pad_id, micro_tokens).view(2, -1)
-
-
-def accuracy(scores_2B: torch.Tensor) -> float:
+@torch.inference_mode()
+def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> float:
     """Share of pairs in which the preferred response scores higher; equal scores count half."""
-    chosen_B, rejected_B = scores_2B
-    return ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).mean().item()
+    right, count = 0.0, 0
+    for some in _micro_groups(groups, micro_tokens):
+        chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
+        right += ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
+        count += len(chosen_B)
+    return right / count
+
+
+def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
+    ids_BS, _, lengths_B = pad_sequences([s for group in groups for s in group.sequences], pad_id)
+    scores_B = micro_scores(roles, ids_BS.to(roles.device), lengths_B)
+    starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
+    pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
+    chosen, rejected = torch.tensor(pairs, device=roles.device).T
+    return scores_B[chosen], scores_B[rejected]
+
+
+def _micro_groups(groups: Sequence[Comparisons], tokens: int) -> list[list[Comparisons]]:
+    """Groups of similar length together, their padded tokens bounded; a group is never split."""
+    each = max(len(group.sequences) for group in groups)
+    return [[groups[i] for i in part] for part in micro_batches([g.longest for g in groups], max(1, tokens // each))]
 
 
 def normalise(roles: Roles, samples: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The training stages: each reads what the stage before left, trains, and leaves a model folder and a result."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from keel.rewards.functions import FunctionReward
 from keel.rewards.learned import LearnedReward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
+from keel.runs.console import Console
 from keel.runs.folder import StageFolder
 from keel.train import world
 from keel.train.context import Run
 from keel.train.online import train_ppo
-from keel.train.reward import EncodedPair, accuracy, normalise, pair_loss, pair_scores
+from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair, Prompt
@@ -53,27 +55,60 @@ def split_rows(count: int, held_out: int, seed: int) -> tuple[list[int], list[in
     return sorted(order[held_out:]), sorted(order[:held_out])
 
 
-def read_stage_demonstrations(source: SourceConfig | None, data: Path) -> ReadResult[Demonstration]:
-    """The recipe's demonstrations, or the sandbox's."""
-    return (
-        read_demonstrations(source.path, source.columns) if source else read_demonstrations(data / world.DEMONSTRATIONS)
-    )
+@dataclass(frozen=True)
+class Inputs:
+    """Every row that the recipe trains on. Fields of stages that it lacks are None or empty; the sandbox's preference
+    pairs are None too, as they are collected from the SFT model later."""
+
+    demonstrations: ReadResult[Demonstration] | None
+    pairs: ReadResult[PreferencePair] | None
+    prompts: ReadResult[Prompt] | None
+    train_prompts: list[Prompt]
+    heldout_prompts: list[Prompt]
 
 
-def read_stage_prompts(recipe: Recipe, data: Path) -> tuple[list[Prompt], list[Prompt], dict[str, Any]]:
-    """Prompts to train on, held-out prompts, and the counts of reading."""
+def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
+    """Reads all files of the recipe, or those that the sandbox left in `data`, before anything is trained, so that a
+    mistake in the last one shows at once; says how many rows each has, and what was dropped or repaired.
+
+    Raises DataError with file and row.
+    """
+    sft, reward, ppo = recipe.sft, recipe.reward, recipe.ppo
+    demonstrations, pairs, prompts = None, None, None
+    train: list[Prompt] = []
+    held: list[Prompt] = []
     count = recipe.eval.prompts if recipe.eval else 0
-    source = recipe.ppo.data if recipe.ppo else None
-    if source is None:
-        train, held = read_prompts(data / world.PROMPTS), read_prompts(data / world.HELD_OUT)
-        return train.records, held.records[:count], {"sha256": train.sha256, **train.counts}
-    read = read_prompts(source.path, source.columns, first_words=source.first_words)
-    train_rows, held_rows = split_rows(len(read.records), count, recipe.seed)
-    return (
-        [read.records[i] for i in train_rows],
-        [read.records[i] for i in held_rows],
-        {"sha256": read.sha256, **read.counts},
-    )
+    if sft:
+        source = sft.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
+        demonstrations = read_demonstrations(source.path, source.columns)
+        _tell(console, "sft", "demonstrations", demonstrations)
+    if reward and reward.data:
+        pairs = read_preferences(reward.data.path, reward.data.columns)
+        _tell(console, "reward", "preference pairs", pairs)
+    if ppo:
+        source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
+        prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
+        _tell(console, "ppo", "prompts", prompts)
+        train = prompts.records
+        if ppo.data:
+            train_rows, held_rows = split_rows(len(train), count, recipe.seed)
+            train, held = [train[i] for i in train_rows], [train[i] for i in held_rows]
+        elif count:
+            held = read_prompts(data / world.HELD_OUT).records[:count]
+        if len(train) < ppo.rollouts // ppo.responses_per_prompt:
+            raise DataError(
+                f"an update takes {ppo.rollouts // ppo.responses_per_prompt} prompts, but there are only {len(train)}",
+                where="ppo.data",
+                remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
+            )
+    return Inputs(demonstrations, pairs, prompts, train, held)
+
+
+def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> None:
+    counts = read.counts
+    reasons = [f"{count} dropped: {reason}" for reason, count in counts["dropped"].items()]
+    reasons += [f"{count} repaired: {reason}" for reason, count in counts["repaired"].items()]
+    console.line(f"  {stage:<8} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
 
 
 def sft_stage(
@@ -81,7 +116,7 @@ def sft_stage(
 ) -> dict[str, Any]:
     """Supervised fine-tuning; leaves the SFT model (adapters merged) as a plain folder."""
     recipe, sft = run.recipe, run.recipe.sft
-    assert sft is not None
+    assert sft and sft.learning_rate
     encoder = load_encoder(start, recipe.model)
     train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed)
     sequences = [encoder.sequence(d.prompt, d.response) for d in read.records]
@@ -142,17 +177,14 @@ def reward_stage(
 ) -> dict[str, Any]:
     """Trains the reward model and normalises it over samples of the SFT model; leaves weights with a head."""
     recipe, settings = run.recipe, run.recipe.reward
-    assert settings is not None
+    assert settings and settings.learning_rate
     encoder = load_encoder(start, recipe.model)
     roles = _with_reference(run, start, ["reward"], None)
     if read is None:
         prompts = read_prompts(data / world.PROMPTS).records
         read = read_preferences(world.collect_preferences(run, stage, roles, encoder, prompts))
     train, held = split_pairs(read.records, settings, recipe.seed)
-    encoded = [EncodedPair(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in train]
-    encoded_held = [
-        EncodedPair(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in held
-    ]
+    groups, held_groups = ([_compare(encoder, pairs) for pairs in some] for some in (train, held))
     plan = Plan(
         steps_for(len(train), settings.batch, settings.epochs),
         settings.batch,
@@ -163,38 +195,30 @@ def reward_stage(
     )
 
     def measure() -> dict[str, float]:
-        return {"heldout_accuracy": accuracy(pair_scores(roles, encoded_held, encoder.pad_id, settings.micro_tokens))}
+        return {"heldout_accuracy": accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)}
 
-    numbers = fit(
-        run,
-        stage,
-        "reward model",
-        roles,
-        "reward",
-        len(train),
-        plan,
-        pair_loss(roles, encoded, encoder.pad_id, settings.micro_tokens),
-        measure,
-    )
-    asked = [train[i % len(train)].prompt for i in range(settings.normalise_samples)]
+    step = pair_loss(roles, groups, encoder.pad_id, settings.micro_tokens)
+    numbers = fit(run, stage, "reward model", roles, "reward", len(train), plan, step, measure)
+    asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
             asked,
             Sampling(1.0, recipe.model.max_response_tokens),
             seed=recipe.seed,
             step=NORMALISE_STEP,
-            progress=task.update,
+            progress=run.watch(task),
         )
     mean, sd = normalise(roles, samples.sequences(), encoder.pad_id, settings.micro_tokens)
     assert isinstance(roles, SharedRoles | SeparateRoles)
     roles.save_headed("reward", stage.model)
     save_tokenizer(encoder, stage.model)
-    share = numbers["heldout_accuracy"]
+    share, held_pairs = numbers["heldout_accuracy"], sum(map(len, held))
     result: dict[str, Any] = {
         "accuracy": share,
-        "accuracy_interval": wilson(share, len(held)),
-        "pairs": len(train),
-        "heldout_pairs": len(held),
+        "accuracy_interval": wilson(share, held_pairs),
+        "pairs": sum(map(len, train)),
+        "prompts": len(train),
+        "heldout_pairs": held_pairs,
         "rows": read.counts,
         "cut": dict(encoder.counts),
         "steps": plan.steps,
@@ -202,28 +226,38 @@ def reward_stage(
         "raw_sd": sd,
     }
     if recipe.sandbox:
-        gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for p in held]
+        gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
         result["accuracy_ceiling"] = sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)
     return result
 
 
+def _compare(encoder: Encoder, pairs: list[PreferencePair]) -> Comparisons:
+    return Comparisons.of(
+        [(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in pairs]
+    )
+
+
 def split_pairs(
     pairs: Sequence[PreferencePair], settings: RewardConfig, seed: int
-) -> tuple[list[PreferencePair], list[PreferencePair]]:
-    """Pairs to train on and to keep back; no prompt is in both. Raises DataError where too few are left."""
+) -> tuple[list[list[PreferencePair]], list[list[PreferencePair]]]:
+    """Pairs to train on and to keep back, by prompt; no prompt is in both.
+
+    Raises DataError where too few are left.
+    """
     groups: dict[tuple[str, ...], list[PreferencePair]] = {}
     for pair in pairs:
         groups.setdefault(tuple(m["content"] for m in pair.prompt.messages), []).append(pair)
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, len(pairs)])))
-    train: list[PreferencePair] = []
-    held: list[PreferencePair] = []
+    train: list[list[PreferencePair]] = []
+    held: list[list[PreferencePair]] = []
     keys = list(groups)
     for k in rng.permutation(len(keys)).tolist():
-        (held if len(held) < settings.held_out else train).extend(groups[keys[k]])
-    train = train[: settings.max_pairs] if settings.max_pairs else train
+        (held if sum(map(len, held)) < settings.held_out else train).append(groups[keys[k]])
+    train = train[: settings.max_prompts] if settings.max_prompts else train
     if len(train) < settings.batch:
         raise DataError(
-            f"{len(pairs)} preference pairs leave {len(train)} to train on, less than one batch of {settings.batch}",
+            f"{len(pairs)} preference pairs leave {len(train)} prompts to train on, "
+            f"less than a batch of {settings.batch}",
             where="reward",
             remedy="give more pairs, or lower reward.held_out or reward.batch",
         )
@@ -236,13 +270,6 @@ def ppo_stage(
     """PPO; leaves the policy as a plain folder. Asserts that reference and reward model are byte for byte as before."""
     recipe, ppo = run.recipe, run.recipe.ppo
     assert ppo is not None
-    needed = ppo.rollouts // ppo.responses_per_prompt
-    if len(prompts) < needed:
-        raise DataError(
-            f"an update takes {needed} prompts, but there are only {len(prompts)}",
-            where="ppo.data",
-            remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
-        )
     encoder = load_encoder(start, recipe.model)
     wanted: list[Role] = ["policy", "critic", *(["reward"] if reward_folder else [])]
     roles = (

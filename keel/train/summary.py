@@ -16,7 +16,7 @@ PICTURE, SUMMARY = "curves.png", "summary.json"
 def draw(run: Run, best_gold: float | None) -> None:
     """Writes the picture of the PPO stage into the run folder, where matplotlib is installed."""
     if not can_draw():
-        run.console.line("no curves.png: matplotlib is not installed (pip install 'keel-rl[track]')", "dim")
+        run.console.line("no curves.png: matplotlib is not installed (pip install matplotlib)", "dim")
         return
     ppo = run.recipe.ppo
     rows = list(read_lines(run.folder.stage("ppo").metrics))
@@ -24,7 +24,7 @@ def draw(run: Run, best_gold: float | None) -> None:
 
 
 def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of summary.json; docs/summary.md says what each is. Numbers a recipe has no source for are absent."""
+    """The numbers of summary.json; docs/runs.md says what each is. Numbers a recipe has no source for are absent."""
     recipe, evaluation = run.recipe, results["eval"]
     summary: dict[str, Any] = {
         "name": recipe.name,

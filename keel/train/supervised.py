@@ -40,7 +40,7 @@ def fit(
     held_out: the numbers on rows kept back; called at every checkpoint and at the end.
     Goes on from the newest checkpoint. Raises Interrupted, NumberError, RunError; DataError where batch > rows.
     """
-    optimizer = make_optimizer(roles.parameters(role).values())
+    optimizer = make_optimizer(roles.parameters(role).values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
     session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every)
     numbers: dict[str, float] = {}
     with run.console.task(title, plan.steps) as task:
@@ -49,7 +49,9 @@ def fit(
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup)
             set_rate(optimizer, rate)
             values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed))
-            norm = guarded_step(optimizer, plan.max_grad_norm, f"{stage.path.name}, step {session.step + 1}")
+            norm = guarded_step(
+                {role: optimizer}, {role: plan.max_grad_norm}, f"{stage.path.name}, step {session.step + 1}"
+            )
             session.step += 1
             last = session.step == plan.steps
             if last or session.step % plan.checkpoint_every == 0:
@@ -57,7 +59,7 @@ def fit(
             session.log(
                 {
                     **values,
-                    "grad_norm": norm,
+                    "grad_norm": norm[role],
                     "learning_rate": rate,
                     "seconds": time.monotonic() - began,
                     **(numbers if last or session.step % plan.checkpoint_every == 0 else {}),

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from keel import sandbox
+from keel.data.encode import Encoder
 from keel.models.roles import Roles
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
@@ -70,13 +72,13 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         hidden=world.hidden,
         layers=world.layers,
         heads=world.heads,
-        intermediate=3 * world.hidden,
+        intermediate=2 * world.hidden,
         seed=recipe.seed,
         bos_token_id=bos,
         eos_token_id=eos,
         pad_token_id=pad,
     ).to(run.device)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides its signature
-    rows = [_transcript(tokenizer, r.text, reply) for r, reply in zip(train[: world.pretrain_rows], replies, strict=False)]
+    rows = [_transcript(tokenizer, r, reply) for r, reply in zip(train[: world.pretrain_rows], replies, strict=False)]
     held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
     roles = SeparateRoles({"policy": model}, {}, ["policy"])
     plan = Plan(
@@ -104,16 +106,13 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
     }
 
 
-def _transcript(tokenizer: Any, prompt: str, reply: str) -> TokenSequence:
+def _transcript(tokenizer: PreTrainedTokenizerBase, request: sandbox.Request, reply: str) -> TokenSequence:
     """Everything after the first token carries loss."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}], tokenize=False
-    )
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = tuple(tokenizer(sandbox.transcript(request, reply), add_special_tokens=False)["input_ids"])
     return TokenSequence(ids[:1], ids[1:])
 
 
-def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Any, prompts: list[Prompt]) -> Path:
+def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prompts: list[Prompt]) -> Path:
     """Samples K replies per prompt from the reference, has annotators rank them, and writes every pair of each ranking.
 
     Identical replies make no pair. Rows carry the gold of both replies, for measuring the ceiling; training drops it.
@@ -130,7 +129,7 @@ def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Any
             Sampling(1.0, recipe.model.max_response_tokens),
             seed=recipe.seed,
             step=COLLECT_STEP,
-            progress=task.update,
+            progress=run.watch(task),
         )
     golds = gold_reward().score(rollouts).tolist()
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([recipe.seed, COLLECT_STEP])))

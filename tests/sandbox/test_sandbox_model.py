@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.errors import ConfigError
-from keel.sandbox import build_model, demonstration, requests, train_tokenizer
+from keel.sandbox import build_model, demonstration, requests, train_tokenizer, transcript
 from keel.sandbox.templates import FACT_WORDS
 
 
@@ -59,6 +59,21 @@ def test_the_same_texts_give_the_same_bytes_and_load_again(tokenizer, tmp_path) 
     assert loaded.decode([1, 3, *loaded("Hi.").input_ids, 4, 2], skip_special_tokens=True) == "Hi."
 
 
+def test_a_transcript_is_the_chat_template_and_a_note(tokenizer) -> None:
+    request = requests(0, 1, "train")[0]
+    text = transcript(request, "We are happy to help you.")
+    turns = [{"role": "user", "content": request.text}, {"role": "assistant", "content": "We are happy to help you."}]
+    talk = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert text == f"{talk} chair London Clara size worried<eos>"
+    ids, start = (
+        tokenizer(text, add_special_tokens=False).input_ids,
+        tokenizer(talk, add_special_tokens=False).input_ids,
+    )
+    assert ids[: len(start)] == start and len(ids) == len(start) + 6
+    facts = {tokenizer(" " + word).input_ids[0] for word in request.facts.values()}
+    assert facts <= set(ids[: len(start)]) and facts <= set(ids[len(start) :])
+
+
 def test_a_vocabulary_without_room_is_a_user_error() -> None:
     with pytest.raises(ConfigError, match="100"):
         train_tokenizer(["a"], 100)
@@ -100,6 +115,15 @@ def test_the_model_is_a_stock_llama_that_loads_by_itself(tmp_path) -> None:
     ids = torch.tensor([[1, 3, 50, 60]])
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     assert (loaded.generation_config.eos_token_id, loaded.generation_config.pad_token_id) == (2, 0)
+
+
+def test_attention_starts_by_copying_what_it_looks_at() -> None:
+    model = build_model(**SHAPE, seed=0)
+    weights = dict(model.named_parameters())
+    for place in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+        assert torch.equal(weights[f"{place}.o_proj.weight"], weights[f"{place}.v_proj.weight"].T)
+    spread = {name: p.std().item() * 32**0.5 for name, p in model.named_parameters() if p.ndim == 2}
+    assert all(abs(s - (0.3 if "down_proj" in name else 1.0)) < 0.1 for name, s in spread.items()), spread
 
 
 def test_heads_that_do_not_fit_are_a_user_error() -> None:

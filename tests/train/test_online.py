@@ -79,10 +79,10 @@ def test_the_ratio_is_one_on_the_first_minibatch(kind, temperature, tiny_model):
     assert recipe.ppo
     roles, rollouts = rolled_out(kind, tiny_model, recipe)
     experience, metrics = make_experience(roles, 0, rollouts, torch.randn(12), recipe.ppo, 0.05)
-    optimizers = [make_optimizer(roles.parameters(r).values()) for r in ("policy", "critic")]
-    for optimizer in optimizers:
+    optimizers = {role: make_optimizer(roles.parameters(role).values()) for role in ("policy", "critic")}
+    for optimizer in optimizers.values():
         set_rate(optimizer, 1e-2)
-    out = update(roles, 0, experience, recipe.ppo, 0, 0, *optimizers, warming=False)
+    out = update(roles, 0, experience, recipe.ppo, (0, 0), optimizers)
     assert out["first_log_ratio"] <= 1e-4
     assert metrics["sampler_mismatch"] <= 1e-4
     moved, _ = logprobs_BT(roles, "policy", rollouts.sequences(), temperature, 0, 4000)
@@ -94,7 +94,8 @@ def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
     _, stage = run_ppo(tmp_path, kind, tiny_model, recipe_of(epochs=2))
     lines = list(read_lines(stage.metrics))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["first_log_ratio"] <= 1e-4 for line in lines)
+    assert "first_log_ratio" not in lines[0]
+    assert all(line["first_log_ratio"] <= 1e-4 for line in lines[1:])
     assert lines[0]["warming"] == 1 and lines[1]["warming"] == 0
     assert all(line["kl_per_response"] != 0 for line in lines)
 
@@ -107,7 +108,7 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
         assert recipe.ppo
         roles, rollouts = rolled_out(kind, tiny_model, recipe)
         experience, _ = make_experience(roles, 0, rollouts, torch.arange(12.0), recipe.ppo, 0.05)
-        accumulate(roles, 0, experience, [7, 2, 9, 4, 0], recipe.ppo, warming=False)
+        accumulate(roles, 0, experience, [7, 2, 9, 4, 0], recipe.ppo, ["policy", "critic"])
         gradients.append(
             {
                 f"{r}.{n}": p.grad
