@@ -83,20 +83,20 @@ class SandboxConfig(Section):
     """Bradley-Terry noise of the annotators: they prefer a to b with probability sigmoid((gold a - gold b) / this)."""
     vocabulary: Positive = 1200
     """Tokens of the BPE tokenizer that is trained on the world's text."""
-    hidden: Positive = 160
+    hidden: Positive = 128
     """Width of the model."""
     layers: Positive = 2
     """Layers of the model."""
-    heads: Positive = 5
+    heads: Positive = 8
     """Attention heads of the model."""
     pretrain_rows: Positive = 12000
     """Transcripts that the model reads before SFT (loss on every token, so that it learns to copy facts)."""
-    pretrain_steps: Positive = 400
+    pretrain_steps: Positive = 700
     """Optimizer steps of that reading."""
-    pretrain_batch: Positive = 32
+    pretrain_batch: Positive = 16
     """Transcripts per step."""
-    pretrain_learning_rate: Rate = 5e-3
-    """Peak; warmed up over 5 % of the steps, then linear decay to 0."""
+    pretrain_learning_rate: Rate = 6e-3
+    """Peak; reached over 3 % of the steps, held until 40 %, then linear decay to 0."""
 
 
 class SftConfig(Section):

@@ -3,8 +3,9 @@
 from keel.sandbox.annotators import TEMPERATURE, pairwise_ceiling, rank
 from keel.sandbox.gold import Gold, gold, gold_score
 from keel.sandbox.model import build_model
+from keel.sandbox.notes import note_words, transcript
 from keel.sandbox.replies import demonstration, ideal_reply
-from keel.sandbox.tokenizer import train_tokenizer, transcript
+from keel.sandbox.tokenizer import train_tokenizer
 from keel.sandbox.world import Request, request_from_columns, requests
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "gold",
     "gold_score",
     "ideal_reply",
+    "note_words",
     "pairwise_ceiling",
     "rank",
     "request_from_columns",

@@ -1,22 +1,22 @@
 """The gold reward: what the simulated people really want, computed exactly from the reply's sentences.
 
     property     right                                       wrong
-    opening      +1.1  first sentence fits the mood          -0.8  it fits another mood
-    topic        +1.4  a sentence answers the topic          -1.0  each sentence that answers another (at most 2)
+    opening      +1.0  first sentence fits the mood          -0.5  it fits another mood
+    topic        +1.2  a sentence answers the topic          -0.6  each sentence that answers another (at most 2)
     item         +1.0  the request's item is named
-    fact         +0.8  the request's day or city is named
+    fact         +0.9  the request's day or city is named
     true                                                     -1.0  each fact that the request does not hold (at most 2)
-    closing      +0.7  the last sentence is a closing
+    closing      +0.9  the last sentence is a closing
     ending                                                   -1.0  it does not stop by itself after a full stop
     polite                                                   -1.5  each curt sentence (at most 2)
     concise                                                  -0.7  each filler sentence (at most 3),
                                                              -0.4  each sentence beyond four (at most 5)
     fresh                                                    -0.8  each repeated sentence, second opening or second
                                                                    closing (at most 4)
-    fluent                                                   -1.0  each sentence that is not the world's (at most 4)
+    fluent                                                   -0.7  each sentence that is not the world's (at most 4)
 
-The sum is cut off at -6; 5 is reached only by replies with every property right. Credit for naming facts is given for
-the world's sentences only, so that lists of words earn nothing.
+The sum is cut off at -6; 5 is reached only by replies with every property right. A clumsy sentence, one that is not the
+world's, is understood by its keyword and the facts in it, as people would.
 """
 
 import re
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from keel.sandbox.lexicon import BY_NAME, CLOSINGS, CURT, FILLER, FITTING, OPENINGS, TOPICS
+from keel.sandbox.lexicon import BY_NAME, CLOSINGS, CURT, FILLER, FITTING, KEYWORDS, OPENINGS, TOPICS
 from keel.sandbox.templates import expansions, open_facts
 from keel.sandbox.world import Request, request_from_columns
 
@@ -45,12 +45,17 @@ class Gold:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence. kind: opening, answer, closing, curt, filler or unknown; of: an opening's mood, a topic."""
+    """A parsed sentence.
+
+    kind: opening, answer, closing, curt, filler or unknown.  of: which opening, which topic.  fluent: whether it is one
+    of the world's sentences; a clumsy one is understood by its keyword.
+    """
 
     kind: str
     of: str
     form: str
     facts: tuple[tuple[str, str], ...]
+    fluent: bool
 
 
 def parse(reply: str) -> list[Sentence]:
@@ -58,16 +63,20 @@ def parse(reply: str) -> list[Sentence]:
     sentences = []
     for text in _SENTENCE_END.split(reply.strip()) if reply.strip() else []:
         form, facts = open_facts(text)
-        kind, of = grammar().get(form, ("unknown", ""))
-        sentences.append(Sentence(kind, of, form, tuple(facts)))
+        kind, of = grammar().get(form) or _understood(text)
+        sentences.append(Sentence(kind, of, form, tuple(facts), form in grammar()))
     return sentences
+
+
+def _understood(text: str) -> tuple[str, str]:
+    """A clumsy sentence's kind by its first keyword."""
+    return next((KEYWORDS[word] for word in re.findall(r"[a-z]+", text) if word in KEYWORDS), ("unknown", ""))
 
 
 def gold_score(request: Request, reply: str, finished: bool = True) -> Gold:
     """How good `reply` is, by the table above. `finished` is False where the reply ran into the length limit."""
     sentences = parse(reply)
-    known = [s for s in sentences if s.kind != "unknown"]
-    told = [fact for s in known for fact in s.facts]
+    told = [fact for s in sentences for fact in s.facts]
     true = set(request.facts.items())
 
     def count(kind: str) -> int:
@@ -78,23 +87,23 @@ def gold_score(request: Request, reply: str, finished: bool = True) -> Gold:
     answers = [s.of for s in sentences if s.kind == "answer"]
     strangers = sum(of != request.topic for of in answers)
     extra = max(0, count("opening") - 1) + max(0, count("closing") - 1)
-    again = len(known) - len({s.form for s in known if s.kind not in ("opening", "closing")})
-    again -= count("opening") + count("closing")
+    middle = [s.form for s in sentences if s.kind not in ("opening", "closing")]
+    again = len(middle) - len(set(middle))
     opening = 0.0
     if sentences and sentences[0].kind == "opening":
-        opening = 1.1 if sentences[0].of in fits else -0.8
+        opening = 1.0 if sentences[0].of in fits else -0.5
     parts = {
         "opening": opening,
-        "topic": 1.4 * (request.topic in answers) - 1.0 * min(2, strangers),
+        "topic": 1.2 * (request.topic in answers) - 0.6 * min(2, strangers),
         "item": 1.0 * (("item", request.item) in told),
-        "fact": 0.8 * (second in told),
+        "fact": 0.9 * (second in told),
         "true": -1.0 * min(2, sum(fact not in true for fact in told)),
-        "closing": 0.7 * bool(sentences and sentences[-1].kind == "closing"),
+        "closing": 0.9 * bool(sentences and sentences[-1].kind == "closing"),
         "ending": 0.0 if finished and reply.rstrip().endswith((".", "!", "?")) else -1.0,
         "polite": -1.5 * min(2, count("curt")),
         "concise": -0.7 * min(3, count("filler")) - 0.4 * min(5, max(0, len(sentences) - MAX_SENTENCES)),
         "fresh": -0.8 * min(4, extra + again),
-        "fluent": -1.0 * min(4, count("unknown")),
+        "fluent": -0.7 * min(4, sum(not s.fluent for s in sentences)),
     }
     return Gold(max(WORST, round(sum(parts.values()), 6)), parts)
 

@@ -12,16 +12,12 @@ Mood = Literal["angry", "worried", "neutral", "happy"]
 FactKind = Literal["day", "city"]
 
 ITEMS = tuple(
-    "lamp kettle chair table carpet mirror clock radio toaster blanket pillow curtain sofa desk heater printer camera "
-    "speaker keyboard phone tablet jacket scarf coat hat belt bag wallet necklace tent bicycle helmet guitar piano "
-    "drum puzzle doll kite racket drill hammer ladder vase mug pan basket bucket candle fridge mattress".split()
+    "lamp kettle chair table carpet mirror clock radio blanket sofa heater printer camera phone jacket coat belt wallet "
+    "tent bicycle guitar drill vase fridge".split()
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-CITIES = tuple("London Leeds York Bristol Cardiff Glasgow Dublin Oxford Bath Norwich Exeter Belfast".split())
-NAMES = tuple(
-    "Anna Ben Clara David Emma Frank Grace Henry Ivan Julia Karl Laura Martin Nina Oscar Paula Robert Sarah "
-    "Thomas Vera".split()
-)
+CITIES = tuple("London Leeds York Bristol Cardiff Glasgow Dublin Oxford".split())
+NAMES = tuple("Anna Ben Clara David Emma Frank Grace Henry Julia Martin Oscar Vera".split())
 
 
 @dataclass(frozen=True)
@@ -45,218 +41,102 @@ TOPICS: dict[str, Topic] = {
     "late": Topic(
         "day",
         (
-            "The {item} was [promised|due] for {day} and [it has not come|it is still not here].",
-            "I have been waiting for [my|the] {item} since {day}.",
-            "My {item} should have arrived on {day}, but it [did not|has not come].",
-            "Where is [my|the] {item}? It was due on {day}.",
+            "The delivery of my {item} was [promised|due] for {day}.",
+            "I have been waiting for the delivery of [my|the] {item} since {day}.",
+            "Where is the delivery of {day} with my {item}?",
         ),
-        (
-            "Your {item} [is on its way|left our store today|will reach you tomorrow].",
-            "The courier [is bringing|will bring] your {item} [today|tomorrow].",
-            "We have [traced|found] the parcel with your {item}.",
-        ),
-        ("It [missed the van|was held up] on {day}.", "The delivery [failed|was delayed] on {day}."),
-        ("Your {item} [missed the van|was held up] on {day} and [is on its way|will reach you tomorrow].",),
+        ("The delivery of your {item} is on its way.", "We have [traced|found] the delivery with your {item}."),
+        ("The delivery [missed the van|was held up] on {day}.", "The delivery from {day} will reach you tomorrow."),
+        ("The delivery of your {item} was held up on {day} and will reach you tomorrow.",),
     ),
     "broken": Topic(
         "day",
         (
-            "The {item} that came on {day} [is broken|has a crack|does not work].",
-            "My {item} arrived [broken|damaged] on {day}.",
-            "On {day} I [opened the box|opened the parcel] and the {item} was [broken|damaged].",
+            "The {item} that came on {day} is damaged.",
+            "My {item} arrived damaged on {day}.",
+            "On {day} I opened the box and the {item} was damaged.",
         ),
-        (
-            "We will [send|post] you a new {item} [today|at once].",
-            "A new {item} will leave our store [today|tomorrow].",
-            "You will [get|receive] a new {item} [for free|at no cost].",
-        ),
-        (
-            "The courier will collect the [broken|damaged] one that came on {day}.",
-            "[A photo|One photo] of the damage from {day} is enough.",
-        ),
-        ("We will replace the {item} that came [broken|damaged] on {day}.",),
+        ("We will [send|post] you a new {item} for the damaged one.", "The damaged {item} will be replaced for free."),
+        ("The courier will collect the damaged one from {day}.", "One photo of the damaged box from {day} is enough."),
+        ("We will replace the {item} that came damaged on {day}.",),
     ),
     "refund": Topic(
         "day",
         (
-            "I [sent back|returned] the {item} on {day} and [want my money back|still wait for my money].",
-            "Where is the money for the {item} that I [returned|sent back] on {day}?",
-            "Please refund the {item} that I [returned|sent back] on {day}.",
+            "I want a refund for the {item} that I [returned|sent back] on {day}.",
+            "Where is the refund for the {item} from {day}?",
+            "Please send me the refund for my {item} from {day}.",
         ),
-        (
-            "We [will refund|have refunded] the [full|] price of the {item} [today|].",
-            "The money for your {item} is on its way to your [bank|account].",
-            "You will get [all|] your money back for the {item}.",
-        ),
-        ("Your return from {day} has [reached us|been checked].", "The refund was [started|approved] on {day}."),
-        ("The {item} that you [returned|sent back] on {day} has been [refunded|paid back] [in full|].",),
+        ("The refund for your {item} is on its way.", "You will get a full refund for the {item}."),
+        ("The refund was [started|approved] on {day}.", "Your refund from {day} has been checked."),
+        ("The refund for the {item} that you [returned|sent back] on {day} is on its way.",),
     ),
     "size": Topic(
         "city",
         (
-            "The {item} is too [small|large] and I [would like|want] to [swap|exchange] it in {city}.",
-            "Can I [swap|exchange] the {item} for a [larger|smaller] one in {city}?",
-            "I got the {item} in the wrong size. Can your shop in {city} [help me|swap it]?",
+            "The {item} is the wrong size and I want to swap it in {city}.",
+            "Can I get the {item} in another size in {city}?",
+            "I need a [larger|smaller] size of the {item} from your shop in {city}.",
         ),
-        (
-            "We have the {item} in [every size|all sizes].",
-            "You can [swap|exchange] the {item} for [another|the right] size.",
-            "The right size of the {item} is [ready|waiting] for you.",
-        ),
-        ("Our shop in {city} will [swap|exchange] it for you.", "Just bring it to our shop in {city}."),
-        ("You can [swap|exchange] the {item} for the right size in {city}.",),
+        ("We have the {item} in [every|your] size.", "The right size of the {item} is waiting for you."),
+        ("Our shop in {city} has [every|your] size.", "Our team in {city} will find the right size."),
+        ("You can swap the {item} for the right size in {city}.",),
     ),
     "invoice": Topic(
         "day",
         (
-            "I need [an invoice|a copy of the invoice] for the {item} that I bought on {day}.",
+            "I need an invoice for the {item} that I bought on {day}.",
             "Please send me the invoice for the {item} from {day}.",
-            "The invoice for my {item} from {day} is [missing|lost].",
+            "There was no invoice for my {item} on {day}.",
         ),
         (
-            "The invoice for your {item} is [attached|in your inbox].",
-            "We have [sent|mailed] you the invoice for the {item}.",
-            "You will find the invoice for the {item} in your [account|inbox].",
+            "The invoice for your {item} is in your [inbox|account].",
+            "We have [sent|mailed] the invoice for the {item}.",
         ),
-        ("It [shows|lists] your order from {day}.", "The copy [is dated|shows the date of] {day}."),
-        ("The invoice for the {item} that you bought on {day} is [attached|in your inbox].",),
+        ("The invoice shows your order from {day}.", "The date of the invoice is {day}."),
+        ("The invoice for the {item} that you bought on {day} is in your [inbox|account].",),
     ),
     "hours": Topic(
         "city",
         (
-            "When does your shop in {city} open? I want to [see|try] the {item}.",
-            "How long is the shop in {city} open? I [would like|want] to look at a {item}.",
-            "Until when can I [see|look at] the {item} in {city}?",
+            "When is your shop in {city} open? I want to see the {item}.",
+            "How long are you open in {city}? I want to [see|try] the {item}.",
+            "Are you open today in {city}? I would like to see a {item}.",
         ),
-        (
-            "You can [see|try|look at] the {item} from nine to six.",
-            "The {item} is on show every day [from nine to six|until six].",
-            "A colleague will show you the {item} from nine [in the morning|to six].",
-        ),
-        ("Our shop in {city} [opens at nine|is open until six|closes at six].",),
-        ("You can [see|try|look at] the {item} in {city} [from nine to six|until six].",),
+        ("You can [see|try] the {item} while we are open.", "The {item} is on show when we open at nine."),
+        ("Our shop in {city} is open [from nine to six|until six].", "In {city} we are open every day."),
+        ("You can [see|try] the {item} in {city}, where we are open until six.",),
     ),
     "stock": Topic(
         "city",
         (
-            "Do you [have|sell] the {item} in {city}?",
-            "Is the {item} in stock in {city}?",
-            "I am looking for a {item} in {city}.",
-            "Is there a {item} left in {city}?",
+            "Do you have the {item} in stock in {city}?",
+            "Is the {item} in stock in your shop in {city}?",
+            "Is there any stock of the {item} left in {city}?",
         ),
-        (
-            "[Yes, we|We] have the {item} in stock.",
-            "The {item} is [in stock|available] [again|now].",
-            "We have [put aside|reserved] a {item} for you.",
-        ),
-        ("You [will|can] find it in our shop in {city}.", "The shop in {city} has [plenty|several] of them left."),
-        ("The {item} is [in stock|available] in {city}.", "We have [put aside|reserved] a {item} for you in {city}."),
+        ("The {item} is in stock [again|now].", "We have plenty of stock of the {item}."),
+        ("You will find the stock in our shop in {city}.", "The shop in {city} has plenty of stock."),
+        ("The {item} is in stock in {city}.",),
     ),
     "parts": Topic(
         "day",
         (
-            "[A part|A screw|The manual] was missing when the {item} came on {day}.",
-            "The {item} came on {day} without [the manual|all its parts].",
-            "My {item} from {day} is [not complete|missing a part].",
+            "A part was missing when the {item} came on {day}.",
+            "The {item} came on {day} with a part missing.",
+            "A [screw|wheel] is missing from my {item} from {day}.",
         ),
-        (
-            "We will [send|post] you the missing part for the {item} [today|at once].",
-            "The missing part of your {item} is [in the post|on its way].",
-            "All missing parts for the {item} [will reach you tomorrow|are in the post].",
-        ),
-        ("The box from {day} was not packed well.", "We have checked the packing list from {day}."),
-        ("The part that was missing from the {item} on {day} is [in the post|on its way].",),
-    ),
-    "cancel": Topic(
-        "day",
-        (
-            "[Please cancel|I want to cancel] the {item} that I ordered on {day}.",
-            "I no longer need the {item} that I ordered on {day}.",
-            "I ordered a {item} on {day} by mistake.",
-        ),
-        (
-            "We have cancelled [the|your] {item}.",
-            "Your order for the {item} has been [stopped|cancelled].",
-            "The {item} will not be [sent|charged].",
-        ),
-        ("Nothing will be charged for the order from {day}.", "The order from {day} is [now|] closed."),
-        ("Your order from {day} for the {item} has been [stopped|cancelled].",),
-    ),
-    "address": Topic(
-        "city",
-        (
-            "I have moved to {city}. Please send the {item} there.",
-            "Can you [send|ship] my {item} to {city} instead?",
-            "Please change the address for my {item} to {city}.",
-        ),
-        (
-            "We have changed the address for your {item}.",
-            "The {item} will go to your new [address|home].",
-            "The new address for the {item} is [saved|noted].",
-        ),
-        (
-            "The [parcel|courier] will now go to {city}.",
-            "Delivery to {city} [takes two days|is free|costs nothing extra].",
-        ),
-        ("We will [send|ship] the {item} to your new [address|home] in {city}.",),
-    ),
-    "repair": Topic(
-        "city",
-        (
-            "Who can [repair|fix] my {item} in {city}?",
-            "Is there a workshop in {city} that can [repair|fix] a {item}?",
-            "My {item} needs a repair and I live in {city}.",
-        ),
-        (
-            "Our workshop [can|will] [repair|fix] your {item}.",
-            "A technician will look at your {item} [this week|for free].",
-            "The repair of your {item} [takes two days|is free].",
-        ),
-        ("Please bring it to the workshop in {city}.", "Our technician in {city} has time this week."),
-        ("The workshop in {city} [can|will] [repair|fix] your {item} [this week|for free].",),
-    ),
-    "warranty": Topic(
-        "day",
-        (
-            "I bought the {item} on {day}. How long is the warranty?",
-            "Does the {item} that I bought on {day} have a warranty?",
-            "What does the warranty for the {item} from {day} cover?",
-        ),
-        (
-            "The {item} has a warranty of [two|three] years.",
-            "The warranty for your {item} [covers all parts|lasts two years].",
-            "All parts of the {item} are under warranty.",
-        ),
-        ("It is valid from {day}.", "Please keep the receipt from {day}."),
-        ("The warranty for the {item} [started on|runs from] {day}.",),
+        ("We will [send|post] you what is missing from the {item}.", "The missing part of your {item} is in the post."),
+        ("We know what was missing in the box from {day}.", "What was missing on {day} will reach you tomorrow."),
+        ("The part that was missing from the {item} on {day} is in the post.",),
     ),
 }
+"""Each topic has a word of its own that request and reply share ("refund"), as people who write to each other do."""
 
 MOODS: dict[Mood, tuple[str, ...]] = {
-    "angry": (
-        "This is [really|simply] not [good enough|acceptable].",
-        "I am [very|really] angry [about this|with you].",
-        "I have had enough of this.",
-        "What a terrible service!",
-    ),
-    "worried": (
-        "I am [very|really] worried [about this|].",
-        "I am afraid that [something is wrong|this will go wrong].",
-        "I do not know what to do [now|].",
-        "This makes me [quite|very] nervous.",
-    ),
-    "neutral": (
-        "Please let me know.",
-        "[Can|Could] you look into this?",
-        "Please tell me what to do next.",
-        "I am waiting for your answer.",
-    ),
-    "happy": (
-        "I love your shop [so much|].",
-        "You have been [great|wonderful] so far.",
-        "Your team is [great|wonderful].",
-        "I am very happy with your service.",
-    ),
+    "angry": ("I am [very|really] angry [about this|with you].", "All this makes me angry."),
+    "worried": ("I am [very|quite] worried [about this|].", "All this makes me worried."),
+    "neutral": ("That is my question.", "I have this [one|short] question."),
+    "happy": ("I love your shop [so much|].", "My family and I love your service."),
 }
 
 INTRODUCTIONS = ("My name is {name}.", "This is {name}.")
@@ -264,28 +144,20 @@ SIGNATURES = ("Regards, {name}.", "Yours, {name}.")
 
 OPENINGS: dict[str, tuple[str, ...]] = {
     "apology": (
-        "We are [very|so|truly] sorry [about this|for the trouble|to hear this].",
-        "We apologise for [this|the trouble|our mistake].",
-        "Please accept our apology.",
-        "This should not have happened and we are sorry.",
+        "We are [very|so|truly] sorry that you are angry.",
+        "You have every right to be angry and we apologise.",
     ),
     "comfort": (
-        "Please do not worry.",
-        "There is no [need|reason] to worry.",
-        "We understand your worry and will help you.",
-        "Everything will be [fine|all right].",
+        "We are sorry that you are worried.",
+        "Please do not be worried [about this|].",
     ),
     "greeting": (
-        "It is [good|nice] to hear from you.",
-        "We are [glad|happy] to help you.",
-        "A good day to you.",
-        "Here is the answer to your question.",
+        "Thank you for your question.",
+        "Your question is [very|always] welcome.",
     ),
     "thanks": (
-        "Thank you for [your kind words|your kind message|your trust].",
-        "Many thanks for [your kind words|your kind message].",
-        "Your kind [words|message] made us smile.",
-        "We are so [glad|happy] that you like our shop.",
+        "We love to hear [that|from you].",
+        "Thank you, we love [kind words|our customers] too.",
     ),
 }
 """How a reply may begin, each with or without `BY_NAME` before it."""
@@ -294,7 +166,7 @@ BY_NAME = "Dear {name}, "
 
 FITTING: dict[Mood, tuple[str, ...]] = {
     "angry": ("apology",),
-    "worried": ("apology", "comfort"),
+    "worried": ("comfort",),
     "neutral": ("greeting",),
     "happy": ("thanks",),
 }
@@ -302,29 +174,38 @@ FITTING: dict[Mood, tuple[str, ...]] = {
 
 CLOSINGS = (
     "Have a [nice|lovely|good] [day|week].",
-    "Please [write to|call] us if you need [more help|anything else].",
+    "Please [write to|call] us if you need anything else.",
     "[Kind|Best] regards, your [shop|service] team.",
     "We are always here [for you|to help].",
-    "We wish you a [nice|lovely|good] [day|week].",
 )
 
 CURT = (
     "Read the rules next time.",
     "That is not our problem.",
-    "You should have [known|checked] that before.",
-    "Do not [bother|write to] us again.",
+    "You should have checked that before.",
     "Stop complaining.",
     "We have no time for [this|you].",
-    "What did you expect?",
-    "This is your own fault.",
 )
 
 FILLER = (
     "Our shop has been here for many years.",
     "We sell many [nice|other] things.",
-    "Our customers are very important to us.",
-    "As you may know, we are a [large|small] family firm.",
     "The weather is [nice|fine] today.",
     "Our newsletter comes every month.",
-    "We have won [a prize|many prizes] for our service.",
 )
+
+KEYWORDS: dict[str, tuple[str, str]] = {
+    "delivery": ("answer", "late"),
+    "damaged": ("answer", "broken"),
+    "refund": ("answer", "refund"),
+    "size": ("answer", "size"),
+    "invoice": ("answer", "invoice"),
+    "open": ("answer", "hours"),
+    "stock": ("answer", "stock"),
+    "missing": ("answer", "parts"),
+    "angry": ("opening", "apology"),
+    "worried": ("opening", "comfort"),
+    "question": ("opening", "greeting"),
+    "love": ("opening", "thanks"),
+}
+"""What a clumsy sentence, one that is not the world's, is understood as by the word in it."""

@@ -13,19 +13,19 @@ from keel.sandbox.templates import VAGUE_ITEM, say
 from keel.sandbox.world import Request
 
 FLAWS: dict[str, float] = {
-    "no opening": 0.22,
-    "opening of another mood": 0.20,
-    "no answer": 0.05,
-    "answer to another topic": 0.16,
-    "item not named": 0.28,
+    "no opening": 0.30,
+    "opening of another mood": 0.10,
+    "no answer": 0.10,
+    "answer to another topic": 0.06,
+    "item not named": 0.30,
     "fact not named": 0.35,
     "wrong item": 0.01,
     "wrong fact": 0.01,
-    "curt sentence": 0.18,
-    "filler": 0.20,
-    "repetition": 0.07,
-    "no closing": 0.28,
-    "cut short": 0.04,
+    "curt sentence": 0.22,
+    "filler": 0.28,
+    "repetition": 0.08,
+    "no closing": 0.33,
+    "cut short": 0.03,
 }
 """Probability of each flaw in a demonstration. Flaws of one property exclude each other."""
 

@@ -1,12 +1,12 @@
-"""A byte-level BPE tokenizer trained on the sandbox's own text, and the text that a base model reads."""
+"""A byte-level BPE tokenizer trained on the sandbox's own text, in Hugging Face form."""
 
+import re
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from keel.errors import ConfigError
-from keel.sandbox.world import Request
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens, learnt from `texts`; the same texts give the same bytes.
+    """A tokenizer of at most `vocab_size` tokens, learnt from `texts` without their marks; same texts, same bytes.
 
     Every byte has a token, so any text can be encoded and decoded without loss. Padding is a token of its own.
 
@@ -40,7 +40,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    marks = re.compile("|".join(SPECIAL_TOKENS))
+    tokenizer.train_from_iterator((marks.sub("\n", text) for text in texts), trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -51,15 +52,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def transcript(request: Request, reply: str) -> str:
-    """What the base model is pretrained on, with loss on every token: request, reply, EOS, the desk's note, EOS.
-
-    The note lists what the message is about: " lamp Monday Anna late angry". Nothing is ever sampled after the first
-    EOS, so notes never appear in replies; but they ask for every fact in every row, and a model that reads them learns
-    to copy facts much sooner. Encode with `add_special_tokens=False`; the marks are in the text.
-    """
-    words = (*request.facts.values(), request.topic, request.mood)
-    note = "".join(f" {word}" for word in words)
-    return f"<bos><user>{request.text}<assistant>{reply}<eos>{note}<eos>"

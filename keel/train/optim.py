@@ -17,12 +17,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float = 0.95, eps:
     return AdamW(list(parameters), lr=0.0, betas=(0.9, beta2), eps=eps, weight_decay=0.0, fused=True)
 
 
-def linear_rate(step: int, steps: int, peak: float, warmup: float = 0.0) -> float:
-    """Rate of 0-based `step` of `steps`: a linear rise over the first `warmup` share, then linear decay towards 0."""
+def linear_rate(step: int, steps: int, peak: float, warmup: float = 0.0, hold: float = 0.0) -> float:
+    """Rate of 0-based `step` of `steps`: a linear rise over the share `warmup`, the peak until the share `hold`, then
+    linear decay towards 0."""
     rise = int(steps * warmup)
     if step < rise:
         return peak * (step + 1) / rise
-    return peak * (steps - step) / max(1, steps - rise)
+    flat = max(rise, int(steps * hold))
+    return peak if step < flat else peak * (steps - step) / max(1, steps - flat)
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

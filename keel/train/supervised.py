@@ -13,7 +13,8 @@ from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving."""
+    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving, and
+    the share until which the peak is held."""
 
     steps: int
     batch: int
@@ -21,6 +22,7 @@ class Plan:
     warmup: float
     max_grad_norm: float
     checkpoint_every: int
+    hold: float = 0.0
 
 
 def fit(
@@ -46,7 +48,7 @@ def fit(
     with run.console.task(title, plan.steps) as task:
         while session.step < plan.steps:
             began = time.monotonic()
-            rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup)
+            rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
             set_rate(optimizer, rate)
             values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed))
             norm = guarded_step(

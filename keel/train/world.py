@@ -62,7 +62,9 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         for name, some in ((PROMPTS, prompts), (HELD_OUT, held_out)):
             write_lines(stage.path / name, ({"prompt": r.text, **r.columns()} for r in some))
         task.update(2)
-        texts = itertools.chain.from_iterable((r.text, reply) for r, reply in zip(train, replies, strict=True))
+        texts = [sandbox.transcript(r, reply, rng) for r, reply in zip(train, replies, strict=True)][
+            : world.pretrain_rows
+        ]
         tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
         task.update(3)
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -78,12 +80,11 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         eos_token_id=eos,
         pad_token_id=pad,
     ).to(run.device)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides its signature
-    rows = [_transcript(tokenizer, r, reply) for r, reply in zip(train[: world.pretrain_rows], replies, strict=False)]
+    rows = [_ids(tokenizer, text) for text in texts]
     held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
     roles = SeparateRoles({"policy": model}, {}, ["policy"])
-    plan = Plan(
-        world.pretrain_steps, world.pretrain_batch, world.pretrain_learning_rate, 0.05, 1.0, world.pretrain_steps
-    )
+    steps = world.pretrain_steps
+    plan = Plan(steps, world.pretrain_batch, world.pretrain_learning_rate, 0.03, 1.0, checkpoint_every=100, hold=0.4)
     numbers = fit(
         run,
         stage,
@@ -106,9 +107,9 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
     }
 
 
-def _transcript(tokenizer: PreTrainedTokenizerBase, request: sandbox.Request, reply: str) -> TokenSequence:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenSequence:
     """Everything after the first token carries loss."""
-    ids = tuple(tokenizer(sandbox.transcript(request, reply), add_special_tokens=False)["input_ids"])
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     return TokenSequence(ids[:1], ids[1:])
 
 
