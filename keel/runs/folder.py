@@ -164,8 +164,10 @@ class StageFolder:
             ) from error
 
     def _is_empty(self) -> bool:
+        """Whether no work is lost here: nothing but the inputs of an attempt that failed before it wrote anything."""
         try:
-            return not self.path.exists() or all(item.name.startswith(".tmp-") for item in self.path.iterdir())
+            items = list(self.path.iterdir()) if self.path.exists() else []
+            return all(item == self._inputs or item.name.startswith(".tmp-") or _holds_nothing(item) for item in items)
         except OSError as error:
             raise RunError(
                 f"the stage folder cannot be read: {error.strerror or error}",
@@ -199,6 +201,10 @@ class StageFolder:
             where=str(self.path),
             remedy="take another --name to keep both, or --overwrite to replace this stage",
         )
+
+
+def _holds_nothing(item: Path) -> bool:
+    return not any(item.iterdir()) if item.is_dir() else item.stat().st_size == 0
 
 
 def versions() -> dict[str, str]:

@@ -12,8 +12,8 @@ Mood = Literal["angry", "worried", "neutral", "happy"]
 FactKind = Literal["day", "city"]
 
 ITEMS = tuple(
-    "lamp kettle chair table carpet mirror clock radio blanket sofa heater printer camera phone jacket coat belt wallet "
-    "tent bicycle guitar drill vase fridge".split()
+    "lamp kettle chair table carpet mirror clock radio blanket sofa heater printer camera phone jacket coat belt "
+    "wallet tent bicycle guitar drill vase fridge".split()
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 CITIES = tuple("London Leeds York Bristol Cardiff Glasgow Dublin Oxford".split())

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ class Run:
 
 @dataclass
 class Session:
-    """One training loop's memory on disk: metric, sample and event logs, and checkpoints of all that changes.
+    """One training loop's memory on disk: metric, sample and event logs, and checkpoints of all that changes. Its `with`
+    block closes the logs, however the loop ends.
 
     state: what the loop itself changes beside weights and optimizers, JSON-like; kept in every checkpoint.
     """
@@ -107,7 +108,6 @@ class Session:
         if last or stop or self.step % self.every == 0:
             self.save()
         if stop and not last:
-            self.close()
             name = self.stage.path.name
             raise self.run.interrupted(f"stopped at step {self.step} of stage {name}; everything up to there is saved")
 
@@ -124,7 +124,9 @@ class Session:
         self.events.append({"step": self.step, "event": "checkpoint"})
         self.saved = self.step
 
-    def close(self) -> None:
-        """Closes the logs."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for log in (self.metrics, self.samples, self.events):
             log.close()

@@ -58,7 +58,7 @@ def train_ppo(
     state = session.state
     engine = LocalEngine(roles, encoder)
     sampling = Sampling(ppo.temperature, run.recipe.model.max_response_tokens)
-    with run.console.task("ppo", ppo.updates, unit="update") as task:
+    with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
             step, clock = session.step, _Clock()
             rates = {role: linear_rate(step, ppo.updates, peak) for role, peak in peaks.items()}
@@ -106,7 +106,6 @@ def train_ppo(
                 _write_samples(session, experience)
             task.update(session.step, **_shown(numbers))
             session.end_step(session.step == ppo.updates)
-    session.close()
 
 
 def make_experience(

@@ -45,7 +45,7 @@ def fit(
     optimizer = make_optimizer(roles.parameters(role).values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
     session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every)
     numbers: dict[str, float] = {}
-    with run.console.task(title, plan.steps) as task:
+    with session, run.console.task(title, plan.steps, start=session.step) as task:
         while session.step < plan.steps:
             began = time.monotonic()
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
@@ -69,5 +69,4 @@ def fit(
             )
             task.update(session.step, **values, **numbers)
             session.end_step(last)
-    session.close()
     return numbers or held_out()

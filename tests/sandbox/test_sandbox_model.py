@@ -1,6 +1,7 @@
 """The tokenizer and the untrained model."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from keel.errors import ConfigError
 from keel.sandbox import build_model, demonstration, requests, train_tokenizer, transcript
 from keel.sandbox.templates import FACT_WORDS
+from keel.sandbox.tokenizer import SPECIAL_TOKENS
 
 
 def texts(count: int = 2500) -> list[str]:
@@ -24,7 +26,21 @@ def tokenizer():
 def test_special_tokens_are_distinct_and_first(tokenizer) -> None:
     assert tokenizer.convert_ids_to_tokens(range(5)) == ["<pad>", "<bos>", "<eos>", "<user>", "<assistant>"]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    assert len(tokenizer) == 1200
+
+
+def test_the_vocabulary_is_filled_until_every_word_is_one_token(tokenizer) -> None:
+    assert len(train_tokenizer(texts(), 500)) == 500
+    assert 500 < len(tokenizer) < 1200
+    words = {word for text in texts() for word in re.findall(r" [A-Za-z]+", text)}
+    assert [word for word in words if len(tokenizer(word).input_ids) > 1] == []
+
+
+def test_marks_in_the_texts_are_not_learnt_as_text() -> None:
+    rng, asked = random.Random(0), requests(0, 300, "train")
+    learnt = train_tokenizer([transcript(r, demonstration(r, rng), rng) for r in asked], 1200)
+    tokens = set(learnt.get_vocab()) - set(SPECIAL_TOKENS)
+    assert {token for token in tokens if "<" in token or ">" in token} == {"<", ">"}
+    assert [word for word in ("curt", "evasive", "worried") if len(learnt(" " + word).input_ids) > 1] == []
 
 
 def test_facts_are_single_tokens(tokenizer) -> None:
@@ -57,21 +73,6 @@ def test_the_same_texts_give_the_same_bytes_and_load_again(tokenizer, tmp_path) 
     assert loaded.chat_template == tokenizer.chat_template
     assert (loaded.pad_token, loaded.eos_token) == ("<pad>", "<eos>")
     assert loaded.decode([1, 3, *loaded("Hi.").input_ids, 4, 2], skip_special_tokens=True) == "Hi."
-
-
-def test_a_transcript_is_the_chat_template_and_a_note(tokenizer) -> None:
-    request = requests(0, 1, "train")[0]
-    text = transcript(request, "We are happy to help you.")
-    turns = [{"role": "user", "content": request.text}, {"role": "assistant", "content": "We are happy to help you."}]
-    talk = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert text == f"{talk} chair London Clara size worried<eos>"
-    ids, start = (
-        tokenizer(text, add_special_tokens=False).input_ids,
-        tokenizer(talk, add_special_tokens=False).input_ids,
-    )
-    assert ids[: len(start)] == start and len(ids) == len(start) + 6
-    facts = {tokenizer(" " + word).input_ids[0] for word in request.facts.values()}
-    assert facts <= set(ids[: len(start)]) and facts <= set(ids[len(start) :])
 
 
 def test_a_vocabulary_without_room_is_a_user_error() -> None:

@@ -1,12 +1,13 @@
 """Requests, the template language and the split."""
 
 import random
+import re
 
 import pytest
 
 from keel.errors import DataError
 from keel.sandbox import lexicon, request_from_columns, requests
-from keel.sandbox.lexicon import CITIES, DAYS, ITEMS, MOODS, NAMES, TOPICS
+from keel.sandbox.lexicon import CITIES, DAYS, FITTING, ITEMS, KEYWORDS, MOODS, NAMES, OPENINGS, TOPICS
 from keel.sandbox.templates import FACT_WORDS, VAGUE_ITEM, expansions, open_facts, say
 from keel.sandbox.world import split_of
 
@@ -38,6 +39,23 @@ def test_no_fact_word_is_a_plain_word_of_a_sentence() -> None:
         for form in expansions(template):
             assert not open_facts(form.replace("{item}", "slot"))[1], template
             assert f" {VAGUE_ITEM} " not in f" {form} ".replace("{item}", "slot").replace(".", " ")
+
+
+def test_keywords_are_in_every_sentence_of_their_purpose_and_in_no_other() -> None:
+    sentences: dict[tuple[str, str], list[str]] = {
+        ("answer", key): [*topic.requests, *topic.answers, *topic.details, *topic.full] for key, topic in TOPICS.items()
+    }
+    for mood, fitting in FITTING.items():
+        for opening in fitting:
+            sentences["opening", opening] = [*MOODS[mood], *OPENINGS[opening]]
+    others = (lexicon.CLOSINGS, lexicon.CURT, lexicon.FILLER, lexicon.INTRODUCTIONS, lexicon.SIGNATURES)
+    sentences["other", ""] = [template for group in others for template in group]
+    assert sorted(KEYWORDS.values()) == sorted(set(sentences) - {("other", "")}), "one keyword for each purpose"
+    for word, purpose in KEYWORDS.items():
+        for other, templates in sentences.items():
+            for form in (form for template in templates for form in expansions(template)):
+                found = word in re.findall(r"[A-Za-z]+", form.replace("{", "").replace("}", ""))
+                assert found == (other == purpose), (word, form)
 
 
 def test_every_fact_word_is_of_one_kind() -> None:
@@ -74,7 +92,7 @@ def test_the_same_seed_gives_the_same_requests_and_a_longer_list_begins_with_the
     assert first.text == FIRST_TEXT
 
 
-FIRST_TEXT = "This makes me quite nervous. The chair is too small and I want to swap it in London. Regards, Clara."
+FIRST_TEXT = "I am very worried. I need a larger size of the kettle from your shop in London. Regards, Vera."
 
 
 def test_columns_hold_everything_but_the_text() -> None:
