@@ -55,8 +55,9 @@ class Run:
 
 @dataclass
 class Session:
-    """One training loop's memory on disk: metric, sample and event logs, and checkpoints of all that changes. Its `with`
-    block closes the logs, however the loop ends.
+    """One training loop's memory on disk: metric, sample and event logs, and checkpoints of all that changes.
+
+    Its `with` block closes the logs, however the loop ends.
 
     state: what the loop itself changes beside weights and optimizers, JSON-like; kept in every checkpoint.
     """

@@ -1,0 +1,45 @@
+"""Intervals, win rate and KL of the evaluation, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from keel.evaluate.compare import compare_scores, kl_per_response, win_rate
+from keel.evaluate.curves import draw_curves
+from keel.evaluate.intervals import mean_interval, wilson
+
+
+def test_wilson_by_hand():
+    """8 of 10: centre (0.8 + 1.9208 / 10) / 1.38416, the example of Wilson's interval in many textbooks."""
+    low, high = wilson(0.8, 10)
+    assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
+    assert wilson(0.0, 5)[0] == 0 and wilson(1.0, 5)[1] == 1
+    assert wilson(0.5, 0) == (0.0, 1.0)
+
+
+def test_mean_interval_by_hand():
+    low, high = mean_interval([1.0, 2.0, 3.0])
+    assert (low + high) / 2 == pytest.approx(2.0)
+    assert high - 2.0 == pytest.approx(1.959964 / math.sqrt(3), abs=1e-6)
+    assert mean_interval([4.0]) == (4.0, 4.0)
+
+
+def test_a_tie_is_half_a_win():
+    assert win_rate([1, 2, 3, 4], [2, 2, 1, 5]) == pytest.approx((1 + 0.5 + 0 + 1) / 4)
+
+
+def test_scores_before_and_after():
+    result = compare_scores(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]))
+    assert (result["before"], result["after"], result["before_sd"], result["win_rate"]) == (1.0, 2.5, 1.0, 1.0)
+
+
+def test_kl_sums_the_log_ratio_over_each_response_and_nothing_else():
+    policy, reference = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -3.0, 0.0]])
+    assert kl_per_response(policy, reference, torch.tensor([[True, True, False]])) == [pytest.approx(1.5)]
+
+
+def test_the_picture_is_a_png_with_panels_for_what_is_there(tmp_path):
+    rows = [{"step": step, "score": step / 10, "kl_per_response": step / 5} for step in range(1, 6)]
+    draw_curves(rows, tmp_path / "curves.png", "test", kl_target=6.0)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,97 @@
+"""Rates, guarded steps, the losses of SFT and of the reward model, and that each learns."""
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from keel.data.encode import pad_sequences
+from keel.errors import NumberError
+from keel.models.roles import scores_B
+from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
+from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
+from keel.train.sft import mean_loss, token_loss
+from tests.tiny import backbone, sequences
+
+
+def test_rates_by_hand():
+    assert [linear_rate(s, 4, 1.0) for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert [linear_rate(s, 4, 2.0, warmup=0.5) for s in range(4)] == [1.0, 2.0, 2.0, 1.0]
+    assert [linear_rate(s, 4, 1.0, hold=0.5) for s in range(4)] == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_gradient_that_is_not_finite_moves_no_weight_of_any_optimizer():
+    good, bad = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    good.grad, bad.grad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    optimizers = {"good": make_optimizer([good]), "bad": make_optimizer([bad])}
+    for optimizer in optimizers.values():
+        set_rate(optimizer, 0.1)
+    with pytest.raises(NumberError, match="gradient of the bad"):
+        guarded_step(optimizers, {"good": 1.0, "bad": 1.0}, "here")
+    assert torch.equal(good, torch.ones(2)) and torch.equal(bad, torch.ones(2)) and good.grad is None
+
+
+def test_gradients_are_clipped_to_the_norm():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    assert guarded_step({"a": optimizer}, {"a": 1.0}, "here") == {"a": pytest.approx(5.0)}
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_sft_loss_is_over_response_tokens_only_end_token_included(kind, tiny_model):
+    rows = sequences(5)
+    roles = backbone(kind, tiny_model, ("policy",), ("policy",))
+    got = token_loss(roles, "policy", rows, 0, 50)([0, 1, 2, 3, 4])
+    ids, mask, _ = pad_sequences(rows, 0)
+    with torch.no_grad():
+        logits = roles.model("policy")(input_ids=ids).logits[:, :-1]
+    labels = ids[:, 1:].masked_fill(~mask[:, 1:], -100)
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert got["loss"] == pytest.approx(want.item(), abs=1e-5)
+    assert got["tokens"] == sum(len(r.response_ids) for r in rows)
+    assert mean_loss(roles, "policy", rows, 0, 50)["heldout_loss"] == pytest.approx(want.item(), abs=1e-5)
+
+
+def groups_of(count: int) -> list[Comparisons]:
+    flat = sequences(3 * count, seed=3)
+    return [Comparisons.of([(a, b), (a, c), (b, c)]) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
+
+
+def test_a_response_in_several_pairs_is_held_once():
+    group = groups_of(1)[0]
+    assert len(group.sequences) == 3 and group.pairs == ((0, 1), (0, 2), (1, 2))
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, tiny_model):
+    groups, gradients = groups_of(4), []
+    for tokens in (10_000, 70):
+        roles = backbone(kind, tiny_model, ("reward",), ("reward",))
+        got = pair_loss(roles, groups, 0, tokens)([2, 0, 3])
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in roles.parameters("reward").values() if p.grad is not None])
+        )
+    scores = [scores_B(roles, groups[i].sequences, 0, 10_000) for i in (2, 0, 3)]
+    margins = torch.stack([s[a] - s[b] for s in scores for a, b in groups[0].pairs])
+    assert got["loss"] == pytest.approx(-logsigmoid(margins).mean().item(), abs=1e-5)
+    assert got["accuracy"] == pytest.approx((margins > 0).float().mean().item(), abs=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_the_reward_model_learns_its_pairs_and_is_normalised(kind, tiny_model):
+    groups = groups_of(6)
+    roles = backbone(kind, tiny_model, ("reward",), ("reward",))
+    optimizer = make_optimizer(roles.parameters("reward").values())
+    step = pair_loss(roles, groups, 0, 4000)
+    for _ in range(40):
+        set_rate(optimizer, 5e-3)
+        step(list(range(6)))
+        guarded_step({"reward": optimizer}, {"reward": 1.0}, "here")
+    assert accuracy(roles, groups, 0, 4000) > 0.95
+    samples = sequences(30, seed=9)
+    normalise(roles, samples, 0, 4000)
+    after = scores_B(roles, samples, 0, 4000)
+    assert abs(after.mean()) < 1e-4 and abs(after.std(correction=0) - 1) < 1e-4
+    assert accuracy(roles, groups, 0, 4000) > 0.95
