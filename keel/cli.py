@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a b
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # and a quiet one no faster (docs/decisions.md)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
 
 from keel.config import Recipe
 from keel.errors import ConfigError, KeelError

@@ -1,7 +1,6 @@
 """The Bradley-Terry reward model: one scalar per response, read at its last token."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,14 +44,16 @@ def pair_loss(
     """
 
     def step(rows: list[int]) -> dict[str, float]:
-        totals: Counter[str] = Counter()
+        totals = dict.fromkeys(("loss", "accuracy", "margin"), 0.0)
         count = sum(len(groups[i].pairs) for i in rows)
         for some in _micro_groups([groups[i] for i in rows], micro_tokens):
             chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
             loss, metrics = bradley_terry(chosen_B, rejected_B, count)
             loss.backward()
-            totals.update(loss=loss.item(), accuracy=metrics["accuracy"].item(), margin=metrics["margin"].item())
-        return dict(totals)
+            totals["loss"] += loss.item()
+            for name in ("accuracy", "margin"):
+                totals[name] += metrics[name].item()
+        return totals
 
     return step
 

@@ -288,7 +288,7 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during PPO"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    return {"frozen": after, "cut": dict(encoder.counts)}
+    return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint()}
 
 
 def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Roles:
