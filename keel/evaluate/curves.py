@@ -43,7 +43,7 @@ def draw_curves(
         )
         if level is not None:
             axis.axhline(level, color="black", linestyle="--", linewidth=1)
-            axis.annotate(what, (steps[-1], level), fontsize=8, ha="right", va="bottom")
+            axis.annotate(what, (steps[-1], level), fontsize=8, ha="right", va="top")
     axes[-1].set_xlabel("update")
     figure.suptitle(title, fontsize=11)
     figure.savefig(file, dpi=130)
