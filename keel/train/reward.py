@@ -44,7 +44,7 @@ def pair_loss(
     """
 
     def step(rows: list[int]) -> dict[str, float]:
-        totals = dict.fromkeys(("loss", "accuracy", "margin"), 0.0)
+        totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
         count = sum(len(groups[i].pairs) for i in rows)
         for some in _micro_groups([groups[i] for i in rows], micro_tokens):
             chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
