@@ -108,14 +108,15 @@ class Rollouts:
         return [TokenSequence(p, tuple(r[:n])) for p, r, n in zip(self.prompt_ids, rows, lengths, strict=True)]
 
     def select(self, rows: Sequence[int]) -> "Rollouts":
-        """The given rows, in that order, with T as it was."""
+        """The given rows, in that order, T cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.long)
+        width = max(1, int(self.lengths_B[index].max()))
         return Rollouts(
             [self.prompts[i] for i in rows],
             [self.prompt_ids[i] for i in rows],
-            self.response_ids_BT[index],
-            self.response_mask_BT[index],
-            self.sampler_logprobs_BT[index],
+            self.response_ids_BT[index, :width],
+            self.response_mask_BT[index, :width],
+            self.sampler_logprobs_BT[index, :width],
             [self.finish[i] for i in rows],
             [self.texts[i] for i in rows],
             self.version,

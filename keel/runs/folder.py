@@ -167,7 +167,10 @@ class StageFolder:
         """Whether no work is lost here: nothing but the inputs of an attempt that failed before it wrote anything."""
         try:
             items = list(self.path.iterdir()) if self.path.exists() else []
-            return all(item == self._inputs or item.name.startswith(".tmp-") or _holds_nothing(item) for item in items)
+            return all(
+                item == self._inputs or item.name.startswith(".tmp-") or (item != self._done and _holds_nothing(item))
+                for item in items
+            )
         except OSError as error:
             raise RunError(
                 f"the stage folder cannot be read: {error.strerror or error}",

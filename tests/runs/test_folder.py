@@ -118,6 +118,9 @@ def test_the_life_of_a_stage(tmp_path: Path):
     assert not stage.path.exists()
     parts = {"sft.lr": 0.001, "sft.betas": (0.9, 0.95)}
     assert stage.check("f1", parts) == "new"
+    stage.metrics.touch()
+    assert stage.check("f1", parts) == "new"  # nothing was written yet that could be lost
+    stage.metrics.write_text('{"step": 1}\n')
     assert stage.check("f1", parts) == "resume"
     assert stage.finished("f1") is None
     stage.finish("f1", parts, {"loss": 0.5})
@@ -147,12 +150,13 @@ def test_other_inputs_are_shown_and_nothing_is_touched(tmp_path: Path):
     assert "--name" in caught.value.remedy and "--overwrite" in caught.value.remedy
     assert snapshot(tmp_path) == before
     assert stage.check("f2", now, overwrite=True) == "new"
-    assert not stage.metrics.exists() and stage.check("f2", now) == "resume"
+    assert not stage.metrics.exists() and stage.check("f2", now) == "new"
 
 
 def test_many_changes_are_cut_short_and_none_names_the_fingerprint(tmp_path: Path):
     stage = StageFolder(tmp_path / "sft")
     stage.check("f1", {f"k{i:02d}": i for i in range(25)})
+    stage.metrics.write_text('{"step": 1}\n')
     with pytest.raises(RunError) as caught:
         stage.check("f2", {f"k{i:02d}": i + 1 for i in range(25)})
     assert len(caught.value.what.splitlines()) == 22 and caught.value.what.endswith("and 5 more")

@@ -180,7 +180,9 @@ def test_stopped_and_resumed_is_byte_for_byte_the_unbroken_run(kind, tiny_model,
 
     assert timeless(stage.metrics) == timeless(whole_stage.metrics)
     assert timeless(stage.samples) == timeless(whole_stage.samples)
-    assert len({line["kl_coefficient"] for line in timeless(stage.metrics)}) == 4
+    assert (
+        len({line["kl_coefficient"] for line in timeless(stage.metrics)}) == 3
+    )  # it stands still while the critic warms up
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, float("inf"), "good"])
@@ -197,12 +199,12 @@ def test_a_reward_that_is_no_number_stops_before_any_weight_moves(value, tiny_mo
 def test_the_reward_rises(kind, tiny_model, tmp_path):
     """A random model learns within seconds to stop early, when only that is rewarded."""
     recipe = recipe_of(
-        updates=25,
+        updates=40 if kind == "shared" else 25,  # adapters of rank 4 learn slower
         rollouts=48,
         minibatches=4,
         kl={"coefficient": 0.0},
         checkpoint_every=100,
-        policy={"learning_rate": 1e-2},
+        policy={"learning_rate": 3e-2 if kind == "shared" else 1e-2},
         critic={"warmup_cap": 1, "learning_rate": 1e-2},
     )
     _, stage = run_ppo(tmp_path, kind, tiny_model, recipe)
