@@ -1,5 +1,6 @@
-"""What all tests share: fixed seeds, two threads, and where the optional folder of outside data is."""
+"""What all tests share: fixed seeds, two threads where nothing else is said, and where the optional folder of outside data is."""
 
+import os
 import random
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.tiny import write_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,11 +1,7 @@
 """Keel's numbers against those of veRL 0.9.1 and OpenRLHF 0.11.2, to 1e-5 (README of the folder of --peer-numbers)."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from keel.algo.advantages import gae
 from keel.algo.kl import adaptive_coefficient, k1
@@ -15,37 +11,7 @@ from keel.algo.policy_loss import ppo_clip
 from keel.algo.preference import bradley_terry
 from keel.algo.shaping import token_rewards
 from keel.algo.value_loss import value_loss
-
-CASES = 24
-
-
-class Case:
-    """One file: `case["in.mask"]` is a float32 tensor, `case.number("in.gamma")` a float."""
-
-    def __init__(self, path: Path):
-        self.arrays = dict(np.load(path))
-        self.mask = self["in.mask"].bool()
-        self.count = self.mask.sum()
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.as_tensor(self.arrays[key], dtype=torch.float32)
-
-    def number(self, key: str) -> float:
-        return float(self.arrays[key])
-
-
-@pytest.fixture(scope="module", params=range(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
-    folder = Path(request.config.getoption("--peer-numbers") or "")
-    if not folder.is_dir():
-        pytest.skip(f"no folder of peer numbers at {folder} (--peer-numbers FOLDER, by default in ../shared)")
-    return Case(folder / f"case_{request.param:03d}.npz")
-
-
-def same(actual: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
-    if mask is not None:
-        actual, expected = actual[mask], expected[mask]
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+from tests.golden.cases import Case, same
 
 
 def test_gae(case: Case):
