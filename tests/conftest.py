@@ -1,4 +1,4 @@
-"""What all tests share: fixed seeds, two threads where nothing else is said, and where the optional folder of outside data is."""
+"""What all tests share: fixed seeds, two threads unless told otherwise, and where the folder of outside data is."""
 
 import os
 import random
