@@ -26,6 +26,11 @@ class Moments(NamedTuple):
         """Population standard deviation; 0 before the second distinct number."""
         return math.sqrt(self.variance)
 
+    @property
+    def scale(self) -> float:
+        """The standard deviation to divide by; 1 where there are no numbers yet or all are the same up to rounding."""
+        return self.std if self.std > 1e-12 * abs(self.mean) else 1.0
+
 
 def of(x_N: Tensor) -> Moments:
     """Moments of the numbers of a tensor of any shape, computed in float64; an empty one gives `Moments()`."""
@@ -50,3 +55,27 @@ def merge(a: Moments, b: Moments) -> Moments:
         return Moments()
     delta = b.mean - a.mean
     return Moments(count, a.mean + delta * b.count / count, a.m2 + b.m2 + delta * delta * a.count * b.count / count)
+
+
+def normalised(x_N: Tensor, moments: Moments, centre: bool = True, bound: float = math.inf) -> Tensor:
+    """Numbers in units of the standard deviation seen so far: clip((x - mean) / sd, -bound, bound).
+
+    Running normalisation of observations, rewards or returns: Huang et al. 2022, The 37 Implementation Details of PPO,
+    details 6 to 9 on continuous actions (bound 10, and rewards not centred, because a shift changes which episode
+    lengths pay). Different from the usual code: no eps; a spread of 0 counts as 1. With the batch merged into the
+    moments before, a first batch comes out with mean 0 and sd 1.
+
+    Args:
+        x_N: any shape, in the unit of the moments. No mask is applied: padding stays whatever it was.
+        moments: of everything seen so far, on all ranks.
+        centre: False divides only.
+        bound: largest size of a result, in standard deviations.
+
+    Returns: x's shape, without a unit.
+    """
+    return ((x_N - moments.mean if centre else x_N) / moments.scale).clamp(-bound, bound)
+
+
+def denormalised(x_N: Tensor, moments: Moments) -> Tensor:
+    """The inverse of `normalised` with centre and without bound: sd * x + mean, in the unit of the moments."""
+    return moments.scale * x_N + moments.mean

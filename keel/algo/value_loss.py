@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from keel.algo.masking import masked_mean
+from keel.algo.moments import Moments
 
 
 def value_loss(
@@ -71,3 +72,27 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -
     residual = masked_mean((error_BT - error_mean).square(), mask_BT, None)
     constant = variance <= 1e-10 * mean.square()
     return torch.where(constant, 0.0, 1.0 - residual / variance)
+
+
+@torch.no_grad()
+def popart(weight_H: Tensor, bias: Tensor, old: Moments, new: Moments) -> tuple[Tensor, Tensor]:
+    """A linear head rewritten for new statistics of the returns, so that what it predicts does not move.
+
+        V      = sd * (w . h + b) + mean
+        w'     = w * sd / sd'
+        b'     = (sd * b + mean - mean') / sd'
+
+    Van Hasselt et al. 2016 (PopArt, arXiv 1602.07714), proposition 1, for one output. The head's output is
+    `moments.normalised` of a return and is trained towards that; `moments.denormalised` makes values of it. Different
+    from the paper: the moments are of all returns seen (`moments.merge`), not exponentially forgetting. The optimizer's
+    running averages for the head are left alone.
+
+    Args:
+        weight_H: the head's weight, any shape.
+        bias: its bias, any shape.
+        old: moments that the head was trained with; `Moments()` (mean 0, sd 1) for a head in units of reward.
+        new: moments from now on, usually `old` merged with those of this batch's returns.
+
+    Returns: (weight_H, bias), new tensors, detached, in the inputs' dtypes.
+    """
+    return weight_H * (old.scale / new.scale), (old.scale * bias + (old.mean - new.mean)) / new.scale

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.algo.advantages import gae
+from keel.algo.advantages import gae, length_adaptive_lambda
 from keel.algo.shaping import monte_carlo_returns
 
 SEEDS = st.integers(0, 2**31)
@@ -89,3 +89,30 @@ def test_results_carry_no_gradient(make_batch):
     batch = make_batch(5)
     advantages, returns = gae(batch.rewards, batch.values.requires_grad_(), batch.mask, 0.9, 0.95)
     assert not advantages.requires_grad and not returns.requires_grad
+
+
+@given(SEEDS, UNIT)
+def test_one_lambda_a_row_is_each_row_by_itself(make_batch, seed, gamma):
+    batch = make_batch(seed)
+    lams = torch.linspace(0, 1, 6)
+    whole = gae(batch.rewards, batch.values, batch.mask, gamma, lams, batch.scores)
+    for b, lam in enumerate(lams.tolist()):
+        row = slice(b, b + 1)
+        alone = gae(batch.rewards[row], batch.values[row], batch.mask[row], gamma, lam, batch.scores[row])
+        torch.testing.assert_close((whole[0][row], whole[1][row]), alone, atol=1e-6, rtol=1e-5)
+
+
+def test_another_lambda_for_the_critic_is_a_second_call_by_hand():
+    # As in test_by_hand; with lambda 1 the targets are the rewards to go: 4, 2 + 0.5 * 4, 0.5 * 4.
+    rewards, values, mask = torch.tensor([[0.0, 2.0, 4.0]]), torch.tensor([[1.0, 2.0, 1.0]]), torch.ones(1, 3).bool()
+    advantages, _ = gae(rewards, values, mask, 0.5, 0.5)
+    _, targets = gae(rewards, values, mask, 0.5, 1.0)
+    assert torch.equal(advantages, torch.tensor([[0.3125, 1.25, 3.0]]))
+    assert torch.equal(targets, torch.tensor([[2.0, 4.0, 4.0]]))
+
+
+def test_length_adaptive_lambda_by_hand():
+    # alpha 0.05: the horizon 1 / (1 - lambda) is 0.05 * length; 20 tokens and fewer have none.
+    lam = length_adaptive_lambda(torch.tensor([0, 1, 20, 40, 200, 2000]), 0.05)
+    torch.testing.assert_close(lam, torch.tensor([0, 0, 0, 0.5, 0.9, 0.99]))
+    assert lam.dtype == torch.float32

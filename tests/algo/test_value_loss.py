@@ -3,7 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.algo.value_loss import explained_variance, value_loss
+from keel.algo import moments
+from keel.algo.moments import Moments
+from keel.algo.value_loss import explained_variance, popart, value_loss
 
 NAN = float("nan")
 
@@ -78,3 +80,37 @@ def test_explained_variance_of_constant_or_no_returns_is_0():
     values = torch.randn(3, 50)
     assert explained_variance(values, torch.full((3, 50), 0.1), torch.ones(3, 50).bool()) == 0
     assert explained_variance(values, torch.randn(3, 50), torch.zeros(3, 50).bool()) == 0
+
+
+def test_popart_by_hand():
+    # Mean 1, sd 2 become mean 5, sd 4: weights halve, bias (2 * 3 + 1 - 5) / 4.
+    old, new = Moments(4, 1.0, 16.0), Moments(4, 5.0, 64.0)
+    weight, bias = popart(torch.tensor([2.0, -4.0], requires_grad=True), torch.tensor(3.0), old, new)
+    assert torch.equal(weight, torch.tensor([1.0, -2.0])) and bias == 0.5
+    assert not weight.requires_grad
+
+
+@given(st.integers(0, 2**31), st.floats(-1e3, 1e3), st.floats(0.01, 1e3), st.floats(-1e3, 1e3), st.floats(0.01, 1e3))
+def test_popart_keeps_outputs_while_statistics_move(seed, mean, sd, new_mean, new_sd):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((9, 5), (1, 5), (1,)))
+    batches = [sd * torch.randn(8, generator=generator) + mean, new_sd * torch.randn(8, generator=generator) + new_mean]
+    seen = Moments()
+    expected = hidden @ weight.T + bias  # in units of reward: mean 0 and sd 1 before the first batch
+    for batch in batches:
+        merged = moments.merge(seen, moments.of(batch))
+        weight, bias = popart(weight, bias, seen, merged)
+        seen = merged
+        values = moments.denormalised(hidden @ weight.T + bias, seen)
+        # Relative to the terms that the value is the sum of.
+        size = abs(seen.mean) + seen.std + expected.abs().max().item()
+        torch.testing.assert_close(values, expected, atol=1e-6 * size, rtol=1e-6)
+
+
+def test_popart_error_in_normalised_units_is_the_error_over_the_sd():
+    seen = Moments(4, 10.0, 16.0)
+    values, returns = torch.tensor([[9.0, 12.0]]), torch.tensor([[11.0, 13.0]])
+    inputs = [moments.normalised(x, seen) for x in (values, values, returns)]
+    loss, gradient, _ = with_gradient(inputs, torch.ones(1, 2).bool(), None, 2)
+    assert loss.item() == pytest.approx(0.5 * (2**2 + 1**2) / 2 / 2**2)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -0.5]]) / 2)
