@@ -1,6 +1,11 @@
-"""Log-probabilities and entropies of tokens from hidden states, without ever holding a whole [N, V] tensor."""
+"""Log-probabilities, entropies and exact KL from hidden states, without ever holding a whole [N, V] tensor.
 
-from collections.abc import Iterator
+The matmul runs in the inputs' dtype (autocast is ignored), the rest in float32. At most a few [chunk, V] tensors are
+alive at a time; a backward pass computes each chunk's logits again. Every row counts towards the weight's gradient, so
+padding rows (NaN in them above all) must be left out.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,27 +28,65 @@ def token_logprobs(
         logprob_n = z[n, ids_n] - logsumexp_v z[n, v]
         entropy_n = -sum_v p[n, v] * log p[n, v],   p = softmax(z)
 
-    The matmul runs in the inputs' dtype (autocast is ignored), the rest in float32. At most [chunk, V] is alive at a
-    time; the backward pass computes each chunk's logits again: d logprob_n / d z[n, v] = 1[v = ids_n] - p[n, v].
+        d logprob_n / d z[n, v] = 1[v = ids_n] - p[n, v]
+        d entropy_n / d z[n, v] = -p[n, v] * (log p[n, v] + entropy_n)
 
     Args:
-        hidden_NH: last hidden states, one row for each token that is predicted. Every row counts towards weight's
-            gradient, so padding rows (NaN in them above all) must be left out.
+        hidden_NH: last hidden states, one row for each token that is predicted.
         weight_VH: output embedding, same dtype as hidden.
         bias_V: its bias, or None.
         ids_N: int64 token ids, 0 to V - 1.
         temperature: larger than 0; of the distribution that is meant (the sampling temperature for a ratio or KL).
         chunk: rows worked on at once; changes memory only.
 
-    Returns: (logprobs_N, entropy_N), float32, nats. Gradient flows from logprobs to hidden, weight and bias, once (no
-    second derivative); the entropy is detached.
+    Returns: (logprobs_N, entropy_N), float32, nats. Gradient flows from both to hidden, weight and bias, once (no
+    second derivative). One that nothing is made of costs nothing in the backward pass.
 
     Raises: RuntimeError or IndexError from torch for an id outside the vocabulary (on a GPU: a device assertion).
     """
-    assert hidden_NH.shape[:1] == ids_N.shape and hidden_NH.shape[1] == weight_VH.shape[1], hidden_NH.shape
+    _check(hidden_NH, weight_VH, temperature, chunk)
+    assert ids_N.shape == hidden_NH.shape[:1], (ids_N.shape, hidden_NH.shape)
+    return _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature, chunk)
+
+
+def exact_kl(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    ref_hidden_NH: Tensor,
+    ref_weight_VH: Tensor,
+    ref_bias_V: Tensor | None,
+    temperature: float,
+    chunk: int = 1024,
+) -> Tensor:
+    """KL(policy || reference) of the distributions at each row, over the whole vocabulary.
+
+        kl_n               = sum_v p[n, v] * (log p[n, v] - log q[n, v])
+        d kl_n / d z[n, v] = p[n, v] * (log p[n, v] - log q[n, v] - kl_n)
+
+    p = softmax(z) is the policy's, z as in `token_logprobs`, q the reference's. No sampled token is read, so that value
+    and gradient are right wherever the row's state came from. Rounding that would make a KL negative is cut to 0.
+
+    Args:
+        hidden_NH, weight_VH, bias_V: the policy's, as in `token_logprobs`.
+        ref_hidden_NH, ref_weight_VH, ref_bias_V: the reference's, at the same rows and over the same vocabulary; its
+            dtype and its H may differ.
+        temperature: of both distributions, larger than 0.
+        chunk: rows worked on at once; changes memory only.
+
+    Returns: kl_N, float32, nats, 0 or more. Gradient flows to hidden, weight and bias, once; none to the reference's.
+    """
+    _check(hidden_NH, weight_VH, temperature, chunk)
+    _check(ref_hidden_NH, ref_weight_VH, temperature, chunk)
+    assert len(hidden_NH) == len(ref_hidden_NH), (hidden_NH.shape, ref_hidden_NH.shape)
+    assert len(weight_VH) == len(ref_weight_VH), (weight_VH.shape, ref_weight_VH.shape)
+    return _ExactKl.apply(hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, temperature, chunk)
+
+
+def _check(hidden_NH: Tensor, weight_VH: Tensor, temperature: float, chunk: int) -> None:
+    assert hidden_NH.shape[1] == weight_VH.shape[1], (hidden_NH.shape, weight_VH.shape)
     assert hidden_NH.dtype == weight_VH.dtype, (hidden_NH.dtype, weight_VH.dtype)
     assert temperature > 0 and chunk > 0, (temperature, chunk)
-    return _TokenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature, chunk)
 
 
 def _chunks(rows: int, chunk: int) -> Iterator[slice]:
@@ -55,6 +98,36 @@ def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, 
     # Forward and backward must see the same logits; backward runs outside of any autocast, so forward does too.
     with torch.autocast(hidden_NH.device.type, enabled=False):
         return linear(hidden_NH, weight_VH, bias_V).float() / temperature
+
+
+def _new_rows(hidden_NH: Tensor, count: int) -> Iterator[Tensor]:
+    """Float32 tensors [N], not rows of one: writing into a result must not touch what backward reads."""
+    return (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(count))
+
+
+def _input_gradients(
+    ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, slope: Callable[[slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, chunk by chunk.
+
+    slope: for some rows, the gradient of the loss with respect to their logits before temperature, float32.
+    """
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    # Sums over chunks are kept in float32: bfloat16 would round each addition.
+    grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+    grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+    grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
+    for rows in _chunks(len(hidden_NH), ctx.chunk):
+        slope_NV = slope(rows)
+        if grad_bias_V is not None:
+            grad_bias_V += slope_NV.sum(0)
+        slope_NV = slope_NV.to(weight_VH.dtype)
+        if grad_hidden_NH is not None:
+            grad_hidden_NH[rows] = slope_NV @ weight_VH
+        if grad_weight_VH is not None:
+            grad_weight_VH += slope_NV.T @ hidden_NH[rows]
+    # Autograd casts a gradient to its tensor's dtype by itself.
+    return grad_hidden_NH, grad_weight_VH, grad_bias_V
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -70,8 +143,8 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        # Three tensors, not three rows of one: writing into a result must not touch what backward reads.
-        logprobs_N, entropy_N, log_sum_N = (hidden_NH.new_empty(len(ids_N), dtype=torch.float32) for _ in range(3))
+        """Log-probabilities and entropies, chunk by chunk."""
+        logprobs_N, entropy_N, log_sum_N = _new_rows(hidden_NH, 3)
         for rows in _chunks(len(ids_N), chunk):
             logits_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, temperature)
             log_sum_N[rows] = logits_NV.logsumexp(1)
@@ -80,29 +153,82 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_N[rows] = -(logits_NV.exp() * logits_NV).sum(1)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, log_sum_N)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy_N)
+        # An output that the loss does not use comes to backward as None, not as zeros to be multiplied by.
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, weight and bias; either output's gradient may be absent."""
         hidden_NH, weight_VH, bias_V, ids_N, log_sum_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Sums over chunks are kept in float32: bfloat16 would round each addition.
-        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        for rows in _chunks(len(ids_N), ctx.chunk):
-            logits_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, ctx.temperature)
-            slope_NV = logits_NV.sub_(log_sum_N[rows, None]).exp_().neg_()
-            slope_NV.scatter_add_(1, ids_N[rows, None], torch.ones_like(slope_NV[:, :1]))
-            slope_NV *= grad_N[rows, None] / ctx.temperature
-            if grad_bias_V is not None:
-                grad_bias_V += slope_NV.sum(0)
-            slope_NV = slope_NV.to(weight_VH.dtype)
-            if grad_hidden_NH is not None:
-                grad_hidden_NH[rows] = slope_NV @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += slope_NV.T @ hidden_NH[rows]
-        # Autograd casts a gradient to its tensor's dtype by itself.
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+        def slope(rows: slice) -> Tensor:
+            logprobs_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, ctx.temperature)
+            logprobs_NV -= log_sum_N[rows, None]
+            parts: list[Tensor] = []
+            if grad_entropy_N is not None:
+                probs_NV = logprobs_NV.exp()
+                terms_NV = probs_NV * logprobs_NV
+                entropy_slope_NV = probs_NV.mul_(terms_NV.sum(1, keepdim=True)).sub_(terms_NV)
+                parts.append(entropy_slope_NV.mul_(grad_entropy_N[rows, None] / ctx.temperature))
+            if grad_N is not None:
+                slope_NV = logprobs_NV.exp_().neg_()
+                slope_NV.scatter_add_(1, ids_N[rows, None], torch.ones_like(slope_NV[:, :1]))
+                parts.append(slope_NV.mul_(grad_N[rows, None] / ctx.temperature))
+            return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+
+        return *_input_gradients(ctx, hidden_NH, weight_VH, bias_V, slope), None, None, None
+
+
+class _ExactKl(torch.autograd.Function):
+    """Saves the inputs and two numbers a row (the logs of both partition sums)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        ref_hidden_NH: Tensor,
+        ref_weight_VH: Tensor,
+        ref_bias_V: Tensor | None,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        """The KL of each row, chunk by chunk."""
+        kl_N, log_sum_N, ref_log_sum_N = _new_rows(hidden_NH, 3)
+        for rows in _chunks(len(hidden_NH), chunk):
+            logprobs_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, temperature)
+            ref_NV = _scaled_logits(ref_hidden_NH[rows], ref_weight_VH, ref_bias_V, temperature)
+            log_sum_N[rows], ref_log_sum_N[rows] = logprobs_NV.logsumexp(1), ref_NV.logsumexp(1)
+            logprobs_NV -= log_sum_N[rows, None]
+            ref_NV -= ref_log_sum_N[rows, None]
+            difference_NV = torch.sub(logprobs_NV, ref_NV, out=ref_NV)
+            kl_N[rows] = (logprobs_NV.exp_() * difference_NV).sum(1)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, log_sum_N, ref_log_sum_N
+        )
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return kl_N.clamp_(min=0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the policy's hidden, weight and bias."""
+        hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, log_sum_N, ref_log_sum_N = (
+            ctx.saved_tensors
+        )
+
+        def slope(rows: slice) -> Tensor:
+            logprobs_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, ctx.temperature)
+            logprobs_NV -= log_sum_N[rows, None]
+            ref_NV = _scaled_logits(ref_hidden_NH[rows], ref_weight_VH, ref_bias_V, ctx.temperature)
+            ref_NV -= ref_log_sum_N[rows, None]
+            difference_NV = torch.sub(logprobs_NV, ref_NV, out=ref_NV)
+            slope_NV = logprobs_NV.exp_()
+            difference_NV -= (slope_NV * difference_NV).sum(1, keepdim=True)
+            difference_NV *= grad_N[rows, None] / ctx.temperature
+            return slope_NV.mul_(difference_NV)
+
+        return *_input_gradients(ctx, hidden_NH, weight_VH, bias_V, slope), None, None, None, None, None

@@ -203,10 +203,13 @@ def accumulate(
         old = _Packed(experience, some, roles.device)
         if "policy" in learners:
             logprobs_N, _ = micro_logprobs(roles, "policy", ids_BS, places_BS, ppo.temperature)
-            loss, metrics = ppo_clip(logprobs_N, old.logprobs_N, old.advantages_N, old.mask_N, ppo.policy.clip, tokens)
+            clip = ppo.policy.clip
+            loss, metrics = ppo_clip(
+                logprobs_N, old.logprobs_N, old.advantages_N, old.mask_N, tokens, clip_low=clip, clip_high=clip
+            )
             _backward(loss, "policy")
             totals.update({"policy_loss": loss.item()})
-            totals.update({name: metrics[name].item() for name in ("clip_fraction", "approx_kl")})
+            totals.update({name: metrics[name].item() / tokens for name in ("clip_fraction", "approx_kl")})
             largest = max(largest, metrics["log_ratio_abs_max"].item())
         values_N = micro_values(roles, ids_BS, places_BS)
         loss, _ = value_loss(values_N, old.values_N, old.returns_N, old.mask_N, ppo.critic.clip, tokens)

@@ -1,102 +1,119 @@
+"""Each policy loss on numbers worked by hand; what holds for all of them is in test_loss_properties.py."""
+
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from keel.algo.policy_loss import ppo_clip
+from keel.algo.policy_loss import cispo, gspo, kl_penalised, policy_gradient, ppo_clip
 
-SEEDS = st.integers(0, 2**31)
+NAN = float("nan")
+LOG_2 = math.log(2)
+
+# Four tokens and padding: ratios 2, 2, 1/2, 1/2 with advantages 1, -1, 1, -1; pi_old is 1/8 everywhere.
+RATIOS = torch.tensor([[2.0, 2.0, 0.5, 0.5, NAN]])
+ADVANTAGES = torch.tensor([[1.0, -1.0, 1.0, -1.0, NAN]])
+MASK = torch.tensor([[True] * 4 + [False]])
+OLD = torch.full((1, 5), -3 * LOG_2)
+K3 = 2 * (1 - LOG_2) + 2 * (LOG_2 - 0.5)  # rho - 1 - log rho, summed
 
 
-def with_gradient(inputs, mask, clip, denominator):
-    """Loss, gradient and metrics for inputs = (logprobs, old logprobs, advantages)."""
-    logprobs, old, advantages = inputs
-    logprobs = logprobs.clone().requires_grad_()
-    loss, metrics = ppo_clip(logprobs, old, advantages, mask, clip, denominator)
+def by_hand(loss_function, expected, gradient, weights=None, **settings):
+    """Compares loss and gradient, both before the division by a denominator of 10, and gives the metrics."""
+    logprobs = (OLD + RATIOS.log()).requires_grad_()
+    loss, metrics = loss_function(logprobs, OLD, ADVANTAGES, MASK, 10, weights, **settings)
     loss.backward()
-    assert logprobs.grad is not None
-    return loss.detach(), logprobs.grad, metrics
-
-
-def test_by_hand():
-    # Ratios 2, 2, 0.5, 0.5, 1.1 with advantages 1, -1, 1, -1, 2 and clip 0.2:
-    # min(2, 1.2) + min(-2, -1.2) + min(0.5, 0.8) + min(-0.5, -0.8) + 2.2 = 1.2 - 2 + 0.5 - 0.8 + 2.2 = 1.1
-    ratios = torch.tensor([[2.0, 2.0, 0.5, 0.5, 1.1, 50.0]])
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 2.0, float("nan")]])
-    mask = torch.tensor([[True] * 5 + [False]])
-    loss, gradient, metrics = with_gradient((ratios.log(), torch.zeros(1, 6), advantages), mask, 0.2, 5)
-    assert loss.item() == pytest.approx(-1.1 / 5)
-    torch.testing.assert_close(gradient, -torch.tensor([[0.0, -2.0, 0.5, 0.0, 2.2, 0.0]]) / 5)
-    assert metrics["clip_fraction"] == pytest.approx(2 / 5)
-    k3 = 2 * (1 - math.log(2)) + 2 * (math.log(2) - 0.5) + 0.1 - math.log(1.1)
-    assert metrics["approx_kl"].item() == pytest.approx(k3 / 5)
+    assert loss.item() == pytest.approx(expected / 10, abs=1e-7)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[*gradient, 0.0]]) / 10)
+    assert not any(x.requires_grad for x in metrics.values())
+    assert metrics["approx_kl"].item() == pytest.approx(K3)
     assert metrics["ratio_max"].item() == pytest.approx(2.0)
-    assert metrics["log_ratio_abs_max"].item() == pytest.approx(math.log(2))
+    assert metrics["log_ratio_abs_max"].item() == pytest.approx(LOG_2)
+    return metrics
 
 
-@given(SEEDS)
-def test_at_ratio_1_it_is_the_policy_gradient(make_batch, seed):
-    batch = make_batch(seed)
-    inputs = batch.old_logprobs, batch.old_logprobs, batch.advantages
-    _, gradient, metrics = with_gradient(inputs, batch.mask, 0.2, 7)
-    torch.testing.assert_close(gradient, torch.where(batch.mask, -batch.advantages / 7, 0.0))
-    assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0 and metrics["ratio_max"] == 1
+def test_policy_gradient_by_hand():
+    # log pi = -2, -2, -4, -4 times log 2, signs + - + -: the sum is 0. Gradient: -A.
+    assert "clip_fraction" not in by_hand(policy_gradient, 0.0, [-1, 1, -1, 1])
 
 
-@given(SEEDS)
-def test_without_clipping_it_is_importance_weighting(make_batch, seed):
-    batch = make_batch(seed)
-    inputs = batch.logprobs, batch.old_logprobs, batch.advantages
-    loss, gradient, metrics = with_gradient(inputs, batch.mask, math.inf, 7)
-    weighted = torch.where(batch.mask, (batch.logprobs - batch.old_logprobs).exp() * batch.advantages, 0.0)
-    torch.testing.assert_close(loss, -weighted.sum() / 7)
-    torch.testing.assert_close(gradient, -weighted / 7)
+def test_ppo_clip_by_hand():
+    # min(2, 1.2) + min(-2, -1.2) + min(0.5, 0.8) + min(-0.5, -0.8) = 1.2 - 2 + 0.5 - 0.8
+    metrics = by_hand(ppo_clip, 1.1, [0, 2, -0.5, 0], clip_low=0.2, clip_high=0.2)
+    assert metrics["clip_fraction"] == 2 and "dual_clip_fraction" not in metrics
+
+
+def test_each_side_of_the_range_has_its_own_width():
+    # Above: 1 + 1.5 > 2, so nothing is clipped; below: 1 - 0.1.
+    metrics = by_hand(ppo_clip, -(2 - 2 + 0.5 - 0.9), [-2, 2, -0.5, 0], clip_low=0.1, clip_high=1.5)
+    assert metrics["clip_fraction"] == 1
+    metrics = by_hand(ppo_clip, -(1.1 - 2 + 0.5 - 0.5), [0, 2, -0.5, 0.5], clip_low=0.9, clip_high=0.1)
+    assert metrics["clip_fraction"] == 1
+
+
+def test_dual_clip_by_hand():
+    # Token 2: max(-2, 1.5 * -1) = -1.5, without gradient. Token 1 has a ratio of 2 as well, but a positive advantage.
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5}
+    metrics = by_hand(ppo_clip, -(1.2 - 1.5 + 0.5 - 0.8), [0, 0, -0.5, 0], **settings)
+    assert metrics["clip_fraction"] == 2 and metrics["dual_clip_fraction"] == 1
+    assert by_hand(ppo_clip, 1.1, [0, 2, -0.5, 0], **settings | {"dual_clip": 2.5})["dual_clip_fraction"] == 0
+
+
+def test_gspo_by_hand():
+    # The geometric mean of the ratios is 1: nothing is clipped, and each token has the gradient of ratio 1.
+    metrics = by_hand(gspo, 0.0, [-1, 1, -1, 1], clip_low=0.2, clip_high=0.2)
     assert metrics["clip_fraction"] == 0
 
 
-@given(SEEDS, st.floats(0, 0.5))
-def test_padding_order_and_split_change_nothing(make_batch, spoil, seed, clip):
-    batch = make_batch(seed)
-    inputs = batch.logprobs, batch.old_logprobs, batch.advantages
-    count = batch.mask.sum()
-    loss, gradient, metrics = with_gradient(inputs, batch.mask, clip, count)
-
-    dirty = with_gradient([spoil(x, batch.mask) for x in inputs], batch.mask, clip, count)
-    assert torch.equal(dirty[0], loss) and torch.equal(dirty[1], gradient) and dirty[2] == metrics
-
-    order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
-    moved = with_gradient([x[order] for x in inputs], batch.mask[order], clip, count)
-    torch.testing.assert_close(moved[0], loss, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(moved[1], gradient[order], atol=1e-6, rtol=1e-6)
-
-    parts = [with_gradient([x[s] for x in inputs], batch.mask[s], clip, count) for s in (slice(0, 1), slice(1, None))]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], loss, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.cat([parts[0][1], parts[1][1]]), gradient, atol=1e-6, rtol=1e-6)
-    for name, value in metrics.items():
-        combined = max(p[2][name] for p in parts) if name.endswith("_max") else sum(p[2][name] for p in parts)
-        torch.testing.assert_close(combined, value, atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize(("advantage", "objective", "slope"), [(1.0, 1.25, 0.0), (-1.0, -math.sqrt(2), -math.sqrt(2))])
+def test_gspo_clips_whole_responses(advantage, objective, slope):
+    # Ratios 4 and 1/2: s = sqrt(2). With A = 1 it is clipped to 1.25, with A = -1 the plain branch is the smaller.
+    logprobs = torch.tensor([[math.log(4), -LOG_2]]).requires_grad_()
+    inputs = torch.zeros(1, 2), torch.full((1, 2), advantage), torch.ones(1, 2).bool()
+    loss, metrics = gspo(logprobs, *inputs, 2, clip_low=0.25, clip_high=0.25)
+    loss.backward()
+    assert loss.item() == pytest.approx(-objective)
+    torch.testing.assert_close(logprobs.grad, torch.full((1, 2), -slope / 2))
+    assert metrics["clip_fraction"] == (2 if slope == 0 else 0)
 
 
-@pytest.mark.parametrize("shift", [100.0, -100.0, math.inf, -math.inf])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_extreme_log_ratios_stay_finite(shift, sign):
-    inputs = torch.tensor([[shift, 0.0]]), torch.zeros(1, 2), torch.full((1, 2), sign)
-    loss, gradient, metrics = with_gradient(inputs, torch.ones(1, 2).bool(), 0.2, 2)
-    assert loss.isfinite() and gradient.isfinite().all()
-    assert gradient[0, 0] == 0 and gradient[0, 1] == -sign / 2
-    assert metrics["approx_kl"].isfinite() and metrics["log_ratio_abs_max"] == abs(shift)
-    assert metrics["ratio_max"].item() == pytest.approx(math.exp(20) if shift > 0 else 1, rel=1e-5)
+def test_cispo_by_hand():
+    # Weights 1.2, 1.2, 0.5, 0.5 (no lower bound); log pi = -2, -2, -4, -4 times log 2. No token loses its gradient.
+    metrics = by_hand(cispo, 0.0, [-1.2, 1.2, -0.5, 0.5], clip_low=1.0, clip_high=0.2)
+    assert metrics["clip_fraction"] == 2
+    metrics = by_hand(cispo, 0.0, [-1.2, 1.2, -0.8, 0.8], clip_low=0.2, clip_high=0.2)
+    assert metrics["clip_fraction"] == 4
 
 
-def test_an_empty_response_is_finite_and_nothing():
-    inputs = torch.ones(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
-    loss, gradient, metrics = with_gradient(inputs, torch.zeros(2, 3).bool(), 0.2, 4)
-    assert loss == 0 and not gradient.any() and metrics["ratio_max"] == 1
+def test_kl_penalised_by_hand():
+    # rho * A sums to 0. Gradient 3 (rho - 1) - rho * A: 3 - 2, 3 + 2, -1.5 - 0.5, -1.5 + 0.5
+    by_hand(kl_penalised, 3 * K3, [1, 5, -2, -1], beta=3.0)
+    by_hand(kl_penalised, 0.0, [-2, 2, -0.5, 0.5], beta=0.0)
+
+
+def test_weights_multiply_the_loss_of_a_token_but_no_metric():
+    weights = torch.tensor([[1.0, 2.0, 0.0, 0.5, NAN]])
+    metrics = by_hand(ppo_clip, -(1.2 - 4 + 0 - 0.4), [0, 4, 0, 0], weights, clip_low=0.2, clip_high=0.2)
+    assert metrics["clip_fraction"] == 2
+    k3 = (1 - LOG_2) + 2 * (1 - LOG_2) + 0.5 * (LOG_2 - 0.5)
+    by_hand(kl_penalised, 3 * k3 - (2 - 4 - 0.25), [1, 10, 0, -0.5], weights, beta=3.0)
+
+
+def test_the_sampled_kl_of_the_penalty_has_the_gradient_of_the_exact_one():
+    # Enumerated: every token of the vocabulary once, weighted by pi_old.
+    old = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    logits = torch.tensor([0.2, -0.4, 0.7, 0.0], requires_grad=True)
+    inputs = old, torch.zeros(4), torch.ones(4).bool(), 1.0, old.exp()
+    loss, _ = kl_penalised(logits.log_softmax(0), *inputs, beta=1.0)
+    exact = (old.exp() * (old - logits.log_softmax(0))).sum()
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits) for x in (loss, exact)))
 
 
 def test_a_bad_number_on_a_real_token_is_not_hidden():
-    logprobs = torch.tensor([[float("nan"), 0.0]])
-    loss, _ = ppo_clip(logprobs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool(), 0.2, 2)
-    assert loss.isnan()
+    logprobs = torch.tensor([[NAN, 0.0]])
+    inputs = torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool(), 2
+    assert policy_gradient(logprobs, *inputs)[0].isnan()
+    for function in (ppo_clip, gspo, cispo):
+        assert function(logprobs, *inputs, clip_low=0.2, clip_high=0.2)[0].isnan()
+    assert kl_penalised(logprobs, *inputs, beta=1.0)[0].isnan()

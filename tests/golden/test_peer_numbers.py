@@ -1,13 +1,10 @@
 """Keel's numbers against those of veRL 0.9.1 and OpenRLHF 0.11.2, to 1e-5 (README of the folder of --peer-numbers)."""
 
 import pytest
-import torch
 
 from keel.algo.advantages import gae
 from keel.algo.kl import adaptive_coefficient, k1
-from keel.algo.logprobs import token_logprobs
 from keel.algo.masking import masked_whiten
-from keel.algo.policy_loss import ppo_clip
 from keel.algo.preference import bradley_terry
 from keel.algo.shaping import token_rewards
 from keel.algo.value_loss import value_loss
@@ -23,26 +20,6 @@ def test_gae(case: Case):
     assert not advantages[~case.mask].any() and not returns[~case.mask].any()
 
 
-def test_policy_loss(case: Case):
-    logprobs = case["in.logprobs"].requires_grad_()
-    advantages = case["in.advantages"]
-    # One clip a side: positive advantages meet only the upper bound, the others only the lower one.
-    sides = [(advantages >= 0, case.number("in.clip_high")), (advantages < 0, case.number("in.clip_low"))]
-    parts = [
-        ppo_clip(logprobs, case["in.old_logprobs"], advantages, case.mask & side, clip, case.count)
-        for side, clip in sides
-    ]
-    loss = parts[0][0] + parts[1][0]
-    loss.backward()
-    assert logprobs.grad is not None
-    same(loss, case["out.policy_loss_clip"])
-    same(logprobs.grad, case["out.policy_grad_clip"])
-    same(parts[0][1]["clip_fraction"] + parts[1][1]["clip_fraction"], case["out.clipfrac:token-mean"])
-    if sides[0][1] == sides[1][1]:
-        whole, _ = ppo_clip(logprobs, case["in.old_logprobs"], advantages, case.mask, sides[0][1], case.count)
-        same(whole, case["out.policy_loss_clip"])
-
-
 @pytest.mark.parametrize("clipped", [False, True])
 def test_value_loss(case: Case, clipped: bool):
     clip = case.number("in.value_clip") if clipped else None
@@ -51,26 +28,14 @@ def test_value_loss(case: Case, clipped: bool):
     same(loss, case["out.value_loss_clipped" if clipped else "out.value_loss"])
 
 
-def test_kl_and_kl_in_the_reward(case: Case):
+def test_kl_in_the_reward(case: Case):
     kl = k1(case["in.logprobs"], case["in.ref_logprobs"])
-    same(kl, case["out.kl_k1"])
     beta = case.number("in.beta")
     rewards = token_rewards(case["in.score"], kl, beta, case.mask)
     same(rewards, case["out.kl_in_reward"], case.mask)
     # On purpose: OpenRLHF penalises positions outside the mask too, where Keel's rewards are 0.
     same(case["out.kl_in_reward"], -beta * kl, ~case.mask)
     assert not rewards[~case.mask].any()
-
-
-def test_logprobs_and_entropy(case: Case):
-    logits, ids = case["in.logits"].flatten(0, 1), case.arrays["in.ids"]
-    # The identity as output embedding makes the logits their own hidden states.
-    weight = torch.eye(logits.shape[1])
-    flat_ids = torch.as_tensor(ids).flatten()
-    logprobs, _ = token_logprobs(logits, weight, None, flat_ids, 0.7, chunk=50)
-    _, entropy = token_logprobs(logits, weight, None, flat_ids, 1.0, chunk=50)
-    same(logprobs.reshape(ids.shape), case["out.logprob_T0.7"])
-    same(entropy.reshape(ids.shape), case["out.entropy_T1"])
 
 
 def test_adaptive_coefficient(case: Case):
