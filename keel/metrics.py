@@ -48,9 +48,15 @@ _ALL = [
     Metric(
         "explained_variance", "share", "last", "share of the variance of returns that the critic foresaw", (0.0, 1.0)
     ),
-    Metric("policy_loss", "1", "mean", "clipped surrogate loss per token"),
+    Metric("policy_loss", "1", "mean", "loss of the policy, all its terms"),
     Metric("value_loss", "reward^2", "mean", "half squared error of the value per token"),
     Metric("clip_fraction", "share", "mean", "tokens whose ratio was clipped", (0.0, 0.3)),
+    Metric("dual_clip_fraction", "share", "mean", "tokens that met the dual clip's bound"),
+    Metric("steps_taken", "share", "last", "optimizer steps of the update before target_kl ended it", (0.25, 1.0)),
+    Metric("ptx_loss", "nats", "mean", "language-modelling loss that is mixed in, per token"),
+    Metric(
+        "equal_groups", "share", "mean", "prompts whose responses all scored the same, which teach nothing", (0.0, 0.5)
+    ),
     Metric("approx_kl", "nats", "mean", "k3 estimate of the KL from the rollout policy, per token", (0.0, 0.1)),
     Metric(
         "first_log_ratio", "nats", "max", "largest |log ratio| in the first minibatch; 0 but for rounding", (0.0, 1e-4)

@@ -150,8 +150,13 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
             (
                 "ppo",
                 f"each update: {ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of about "
-                f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all, the policy's first ones "
-                f"held back while the critic warms up (at most {ppo.critic.warmup_cap} updates)",
+                f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all"
+                + (
+                    f", the policy's first ones held back while the critic warms up (at most {ppo.critic.warmup_cap} "
+                    "updates)"
+                    if ppo.has_critic
+                    else ""
+                ),
             )
         )
     if recipe.eval:

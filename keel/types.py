@@ -127,17 +127,18 @@ class Rollouts:
 class Experience:
     """Rollouts with all that an update needs; every tensor float32 and detached.
 
-    scores_B: the reward of each response, before KL.
+    scores_B: the reward of each response, before KL, as it is trained on.
     policy_logprobs_BT: the trainer's own log-probabilities before the update (the denominator of the ratio).
-    values_BT, returns_BT: the critic's predictions before the update, and what it is trained towards.
+    values_BT, returns_BT: the critic's predictions before the update, and what it is trained towards, in units of
+        reward; None where the advantage needs no critic.
     """
 
     rollouts: Rollouts
     scores_B: Tensor
     policy_logprobs_BT: Tensor
     reference_logprobs_BT: Tensor
-    values_BT: Tensor
+    values_BT: Tensor | None
     kl_BT: Tensor
     rewards_BT: Tensor
     advantages_BT: Tensor
-    returns_BT: Tensor
+    returns_BT: Tensor | None

@@ -27,3 +27,14 @@ class ScalarHead(nn.Module):
         """Folds (x - mean) / sd into the weights, so that there is no further state."""
         self.linear.weight.div_(sd)
         self.linear.bias.sub_(mean).div_(sd)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the one output."""
+        return self.linear.weight.detach(), self.linear.bias.detach()
+
+    @torch.no_grad()
+    def rewrite(self, weight: Tensor, bias: Tensor) -> None:
+        """Puts in what `weights` gave, changed."""
+        self.linear.weight.copy_(weight)
+        self.linear.bias.copy_(bias)

@@ -5,7 +5,7 @@ real token and a row does not depend on its batch mates. What is predicted at re
 state one position before it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.algo.logprobs import token_logprobs
+from keel.algo.logprobs import exact_kl, token_logprobs
 from keel.data.encode import micro_batches, pad_sequences
 from keel.models.heads import ScalarHead
 from keel.models.loading import unembedding
@@ -68,9 +68,33 @@ def micro_logprobs(
     """Log-probability and entropy of every response token of one micro-batch, packed: [N], [N], float32, nats."""
     model = roles.model(role)
     hidden_NH = response_hidden(model, ids_BS, response_mask_BS)
-    weight_VH, bias_V = unembedding(model)
-    chunk = max(64, LOGITS_AT_ONCE // weight_VH.shape[0])
-    return token_logprobs(hidden_NH, weight_VH, bias_V, ids_BS[response_mask_BS], temperature, chunk)
+    return token_logprobs(hidden_NH, *unembedding(model), ids_BS[response_mask_BS], temperature, _chunk(model))
+
+
+def micro_policy(
+    roles: Roles, ids_BS: Tensor, response_mask_BS: Tensor, temperature: float, exact: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The policy's `micro_logprobs`, and its exact KL to the reference per token if asked (gradient to the policy)."""
+    if not exact:
+        return *micro_logprobs(roles, "policy", ids_BS, response_mask_BS, temperature), None
+    with torch.no_grad():  # first: on a shared base the roles take turns
+        reference = roles.model("reference")
+        ref_hidden_NH = response_hidden(reference, ids_BS, response_mask_BS)
+        ref_weights = unembedding(reference)
+    model = roles.model("policy")
+    hidden_NH, weights = response_hidden(model, ids_BS, response_mask_BS), unembedding(model)
+    pair = token_logprobs(hidden_NH, *weights, ids_BS[response_mask_BS], temperature, _chunk(model))
+    kl_N = exact_kl(hidden_NH, *weights, ref_hidden_NH, *ref_weights, temperature, _chunk(model))
+    return *pair, kl_N
+
+
+def _chunk(model: PreTrainedModel) -> int:
+    return max(64, LOGITS_AT_ONCE // unembedding(model)[0].shape[0])
+
+
+def unpacked(x_N: Tensor, response_mask_BT: Tensor) -> Tensor:
+    """Packed response tokens back in their rows: [B, T], 0 outside the mask."""
+    return torch.zeros_like(response_mask_BT, dtype=x_N.dtype).masked_scatter(response_mask_BT, x_N)
 
 
 def micro_values(roles: Roles, ids_BS: Tensor, response_mask_BS: Tensor) -> Tensor:
@@ -90,17 +114,46 @@ def logprobs_BT(
     roles: Roles, role: Role, sequences: Sequence[TokenSequence], temperature: float, pad_id: int, micro_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of response tokens, [B, T] float32 on the CPU, 0 outside the response."""
+
+    def both(ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        return torch.stack(micro_logprobs(roles, role, ids_BS, mask_BS, temperature))
+
+    logprobs, entropy = _over_responses(roles, sequences, pad_id, micro_tokens, 2, both)
+    return logprobs, entropy
+
+
+@torch.inference_mode()
+def exact_kl_BT(
+    roles: Roles, sequences: Sequence[TokenSequence], temperature: float, pad_id: int, micro_tokens: int
+) -> Tensor:
+    """KL(policy || reference) over the whole vocabulary at each response token: [B, T] nats, 0 outside the response."""
+
+    def kl(ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        kl_N = micro_policy(roles, ids_BS, mask_BS, temperature, exact=True)[2]
+        assert kl_N is not None
+        return kl_N[None]
+
+    return _over_responses(roles, sequences, pad_id, micro_tokens, 1, kl)[0]
+
+
+def _over_responses(
+    roles: Roles,
+    sequences: Sequence[TokenSequence],
+    pad_id: int,
+    micro_tokens: int,
+    count: int,
+    numbers: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """[count, B, T] on the CPU from a function of micro-batches (ids_BS, response_mask_BS) -> [count, N]."""
     width = max(len(s.response_ids) for s in sequences)
-    out = torch.zeros(2, len(sequences), width)
+    out = torch.zeros(count, len(sequences), width)
     for rows in micro_batches([len(s) for s in sequences], micro_tokens):
-        ids_BS, mask_BS, _ = pad_sequences([sequences[i] for i in rows], pad_id)
-        pair = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), temperature)
-        place = _response_places([sequences[i] for i in rows], width)
-        for k, values_N in enumerate(pair):
-            block = torch.zeros(len(rows), width)
-            block[place] = values_N.cpu()
-            out[k, rows] = block
-    return out[0], out[1]
+        some = [sequences[i] for i in rows]
+        ids_BS, mask_BS, _ = pad_sequences(some, pad_id)
+        block = torch.zeros(count, len(rows), width)
+        block[:, _response_places(some, width)] = numbers(ids_BS.to(roles.device), mask_BS.to(roles.device)).cpu()
+        out[:, rows] = block
+    return out
 
 
 @torch.inference_mode()

@@ -1,94 +1,141 @@
-"""PPO, one step read top to bottom: generate, score, experience, update, after.
+"""Online training, one step read top to bottom: generate, score, experience, update, after.
 
-Ouyang et al. 2022 (arXiv:2203.02155) and Ziegler et al. 2019 (arXiv:1909.08593): per-token KL to the reference inside
-the reward, the score on the last token, GAE, clipped policy and value losses.
+PPO as in Ouyang et al. 2022 (arXiv:2203.02155) and Ziegler et al. 2019 (arXiv:1909.08593): per-token KL to the
+reference inside the reward, the score on the last token, GAE, clipped policy and value losses. Other policy gradients
+differ by the literals of `ppo.advantage`, `ppo.policy.loss` and `ppo.kl`, which choose functions of `keel.algo`.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from keel.algo.advantages import gae
-from keel.algo.kl import adaptive_coefficient, k1
-from keel.algo.masking import masked_mean, masked_sum, masked_whiten
-from keel.algo.policy_loss import ppo_clip
+from keel.algo import moments
+from keel.algo.kl import ESTIMATORS, adapt_penalty, adaptive_coefficient
+from keel.algo.masking import loss_denominators, masked_mean, masked_sum
+from keel.algo.moments import Moments
 from keel.algo.shaping import monte_carlo_returns, penalise_unfinished, token_rewards
-from keel.algo.value_loss import explained_variance, value_loss
-from keel.config import KlConfig, PpoConfig
+from keel.algo.value_loss import explained_variance, popart, value_loss
+from keel.config import GROUPED, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
 from keel.errors import NumberError
-from keel.models.roles import Role, Roles, logprobs_BT, micro_logprobs, micro_values, values_BT
+from keel.models.roles import Role, Roles, exact_kl_BT, logprobs_BT, micro_policy, micro_values, unpacked, values_BT
 from keel.rewards.base import Reward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
+from keel.train.choices import Before, Now, advantages, policy_objective
 from keel.train.context import Run, Session
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
+from keel.train.watching import Clock, rollout_metrics, shown, write_samples
 from keel.types import Experience, Prompt, Rollouts
 
-SHOWN_SAMPLES = 4
-"""Responses written to samples.jsonl per update."""
+FIRST_PENALTY = 1.0
+"""Where the penalty of `policy.loss: kl_penalty` starts (advantage per nat); it soon adapts [PPO, section 4]."""
 
 
-def train_ppo(
+@dataclass(frozen=True)
+class Learner:
+    """What every part of a step works with.
+
+    max_tokens: the limit of a response. ptx: adds the gradient of language modelling for the n-th minibatch of the run,
+    and returns its loss.
+    """
+
+    roles: Roles
+    pad_id: int
+    max_tokens: int
+    ppo: PpoConfig
+    seed: int
+    ptx: Callable[[int], float] | None = None
+
+
+def first_state(ppo: PpoConfig) -> dict[str, Any]:
+    """What the loop changes beside weights, as plain values for a checkpoint. Moments are count, mean, m2."""
+    return {
+        "kl_coefficient": ppo.kl.coefficient,
+        "warming": ppo.has_critic and ppo.critic.warmup_cap > 0,
+        "old_kl_penalty": FIRST_PENALTY,
+        "score_moments": Moments(),
+        "return_moments": Moments(),
+    }
+
+
+def train_online(
     run: Run,
     stage: StageFolder,
-    roles: Roles,
+    learner: Learner,
     encoder: Encoder,
     prompts: Sequence[Prompt],
     reward: Reward,
     gold: Callable[[Rollouts], Tensor] | None,
 ) -> None:
-    """Trains the roles `policy` and `critic`; goes on from the newest checkpoint.
+    """Trains the role `policy`, and `critic` where the advantage needs one; goes on from the newest checkpoint.
 
     gold: scores that are only logged, never trained on. Raises Interrupted, NumberError, RewardError, RunError.
     """
-    ppo, seed = _settings(run), run.recipe.seed
-    assert ppo.policy.learning_rate and ppo.critic.learning_rate
-    peaks: dict[Role, float] = {"policy": ppo.policy.learning_rate, "critic": ppo.critic.learning_rate}
+    roles, ppo, seed = learner.roles, learner.ppo, learner.seed
+    assert ppo.policy.learning_rate
+    peaks: dict[Role, float] = {"policy": ppo.policy.learning_rate}
+    if ppo.has_critic:
+        assert ppo.critic.learning_rate
+        peaks["critic"] = ppo.critic.learning_rate
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
-    start = {"kl_coefficient": ppo.kl.coefficient, "warming": ppo.critic.warmup_cap > 0}
-    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, start)
-    state = session.state
-    engine = LocalEngine(roles, encoder)
-    sampling = Sampling(ppo.temperature, run.recipe.model.max_response_tokens)
+    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
+    state, each = session.state, ppo.responses_per_prompt
+    engine, sampling = LocalEngine(roles, encoder), Sampling(ppo.temperature, learner.max_tokens)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
-            step, clock = session.step, _Clock()
+            step, clock = session.step, Clock()
             rates = {role: linear_rate(step, ppo.updates, peak) for role, peak in peaks.items()}
             for role, rate in rates.items():
                 set_rate(optimizers[role], rate)
 
-            chosen = batch_rows(len(prompts), ppo.rollouts // ppo.responses_per_prompt, step, seed)
-            asked = [prompts[i] for i in chosen for _ in range(ppo.responses_per_prompt)]
+            chosen = [prompts[i] for i in batch_rows(len(prompts), ppo.rollouts // each, step, seed)]
+            asked = [prompt for prompt in chosen for _ in range(each)]
             rollouts = engine.generate(asked, sampling, seed=seed, step=step, version=step)
+            likeliest = None
+            if ppo.advantage == "remax":
+                greedy = Sampling(0.0, learner.max_tokens)
+                likeliest = engine.generate(chosen, greedy, seed=seed, step=step, version=step)
             clock.lap("generate")
 
             scores_B = reward.score(rollouts)
-            seen = _rollout_metrics(rollouts, scores_B, gold)
+            greedy_B = reward.score(likeliest) if likeliest else None
+            seen = rollout_metrics(rollouts, scores_B, gold, each)
+            if ppo.normalise_scores:
+                state["score_moments"] = moments.merge(Moments(*state["score_moments"]), moments.of(scores_B))
+            known = Moments(*state["score_moments"])
+            scores_B = trained_scores(scores_B, rollouts, ppo, known)
+            if greedy_B is not None and likeliest:
+                greedy_B = trained_scores(greedy_B, likeliest, ppo, known).repeat_interleave(each)
             clock.lap("score")
 
-            kept = _kept(rollouts, ppo)
+            kept = kept_rows(rollouts, ppo)
             seen["dropped"] = len(rollouts) - len(kept)
             metrics: dict[str, float] = {}
             if kept:
                 experience, metrics = make_experience(
-                    roles, encoder.pad_id, rollouts.select(kept), scores_B[kept], ppo, state["kl_coefficient"]
+                    learner,
+                    rollouts.select(kept),
+                    scores_B[kept],
+                    torch.tensor(kept) // each,
+                    state,
+                    None if greedy_B is None else greedy_B[kept],
                 )
                 clock.lap("experience")
-                fresh = metrics["explained_variance"]
-                if fresh >= ppo.critic.warmup_explained_variance or step >= ppo.critic.warmup_cap:
-                    state["warming"] = False
-                learners: list[Role] = ["critic"] if state["warming"] else ["policy", "critic"]
-                metrics |= update(
-                    roles, encoder.pad_id, experience, ppo, (seed, step), {role: optimizers[role] for role in learners}
-                )
+                if ppo.has_critic:
+                    fresh, critic = metrics["explained_variance"], ppo.critic
+                    if fresh >= critic.warmup_explained_variance or step >= critic.warmup_cap:
+                        state["warming"] = False
+                learners: list[Role] = ["critic"] if state["warming"] else list(peaks)
+                metrics |= update(learner, experience, step, state, {role: optimizers[role] for role in learners})
             clock.lap("update")
 
             metrics |= {
@@ -96,35 +143,62 @@ def train_ppo(
                 "warming": float(state["warming"]),
                 "learning_rate": rates["policy"],
             }
-            if kept and ppo.kl.controller == "adaptive" and not state["warming"]:  # no policy, no KL to steer by
-                state["kl_coefficient"] = _adapted(
-                    state["kl_coefficient"], metrics["kl_per_response"], ppo.kl, len(kept)
-                )
+            if kept and not state["warming"]:  # no policy has moved, no KL to steer by
+                _steer(state, metrics, ppo, len(kept))
             session.step += 1
             numbers = session.log({**seen, **metrics, **clock.laps, "seconds": clock.total()})
             if kept:
-                _write_samples(session, experience)
-            task.update(session.step, **_shown(numbers))
+                write_samples(session, experience)
+            task.update(session.step, **shown(numbers))
             session.end_step(session.step == ppo.updates)
 
 
 def make_experience(
-    roles: Roles, pad_id: int, rollouts: Rollouts, scores_B: Tensor, ppo: PpoConfig, kl_coefficient: float
+    learner: Learner,
+    rollouts: Rollouts,
+    scores_B: Tensor,
+    groups_B: Tensor,
+    state: dict[str, Any],
+    greedy_B: Tensor | None = None,
 ) -> tuple[Experience, dict[str, float]]:
-    """All that an update needs, from the weights before it. Metrics are over the response tokens of these rollouts."""
+    """All that an update needs, from the weights before it. Metrics are over the response tokens of these rollouts.
+
+    groups_B: which rows answer one prompt. greedy_B: score of each prompt's likeliest response, for remax. Moves
+    `return_moments` in the state, and the critic's head with them, where the critic has popart.
+    """
+    roles, ppo, pad_id = learner.roles, learner.ppo, learner.pad_id
     sequences, mask_BT = rollouts.sequences(), rollouts.response_mask_BT
-    policy_BT, entropy_BT = logprobs_BT(roles, "policy", sequences, ppo.temperature, pad_id, ppo.micro_tokens)
+    passes = (sequences, ppo.temperature, pad_id, ppo.micro_tokens)
+    policy_BT, entropy_BT = logprobs_BT(roles, "policy", *passes)
+    reference_BT, kl_BT = policy_BT, torch.zeros_like(policy_BT)
     if roles.has("reference"):
-        reference_BT, _ = logprobs_BT(roles, "reference", sequences, ppo.temperature, pad_id, ppo.micro_tokens)
-    else:
-        reference_BT = policy_BT
-    before_BT, last_B = values_BT(roles, sequences, pad_id, ppo.micro_tokens)
-    kl_BT = k1(policy_BT, reference_BT)
-    stopped_B = torch.tensor([finish == "stop" for finish in rollouts.finish])
-    shaped_B = penalise_unfinished(scores_B, stopped_B, ppo.missing_eos_penalty)
-    rewards_BT = token_rewards(shaped_B, kl_BT, kl_coefficient, mask_BT)
-    beyond_B = torch.where(stopped_B, 0.0, last_B) if ppo.truncated == "bootstrap" else None
-    advantages_BT, returns_BT = gae(rewards_BT, before_BT, mask_BT, ppo.gamma, ppo.lam, beyond_B)
+        reference_BT, _ = logprobs_BT(roles, "reference", *passes)
+        exact = ppo.kl.estimator == "exact"
+        kl_BT = exact_kl_BT(roles, *passes) if exact else ESTIMATORS[ppo.kl.estimator](policy_BT, reference_BT)
+    in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
+    rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
+    came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
+    metrics = {
+        "entropy": masked_mean(entropy_BT, mask_BT, None).item(),
+        "return_mean": masked_mean(came_BT, mask_BT, None).item(),
+        "sampler_mismatch": (policy_BT - rollouts.sampler_logprobs_BT)[mask_BT].abs().max().item(),
+    }
+    if roles.has("reference"):
+        metrics["kl_per_response"] = masked_sum(kl_BT, mask_BT).item() / len(rollouts)
+        metrics["kl_per_token"] = masked_mean(kl_BT, mask_BT, None).item()
+    before_BT = beyond_B = None
+    if ppo.has_critic:
+        before_BT, last_B = values_BT(roles, sequences, pad_id, ppo.micro_tokens)
+        known = Moments(*state["return_moments"])
+        before_BT, last_B = moments.denormalised(before_BT, known), moments.denormalised(last_B, known)
+        if ppo.truncated == "bootstrap":
+            beyond_B = torch.where(_stopped(rollouts), 0.0, last_B)
+        # Explained variance is against what really came, not against returns that hold the critic's own guesses.
+        metrics["explained_variance"] = explained_variance(before_BT, came_BT, mask_BT).item()
+    advantages_BT, returns_BT = advantages(ppo, rewards_BT, mask_BT, before_BT, beyond_B, groups_B, greedy_B)
+    if ppo.has_critic and ppo.critic.popart:
+        assert returns_BT is not None
+        _move_popart(roles, state, returns_BT[mask_BT])
     experience = Experience(
         rollouts,
         scores_B,
@@ -133,103 +207,134 @@ def make_experience(
         before_BT,
         kl_BT,
         rewards_BT,
-        masked_whiten(advantages_BT, mask_BT),
+        advantages_BT,
         returns_BT,
     )
-    # Explained variance is against what really came, not against returns that hold the critic's own guesses.
-    came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
-    metrics = {
-        "entropy": masked_mean(entropy_BT, mask_BT, None).item(),
-        "explained_variance": explained_variance(before_BT, came_BT, mask_BT).item(),
-        "return_mean": masked_mean(came_BT, mask_BT, None).item(),
-        "sampler_mismatch": (policy_BT - rollouts.sampler_logprobs_BT)[mask_BT].abs().max().item(),
-    }
-    if roles.has("reference"):
-        metrics["kl_per_response"] = masked_sum(kl_BT, mask_BT).item() / len(rollouts)
-        metrics["kl_per_token"] = masked_mean(kl_BT, mask_BT, None).item()
     return experience, metrics
 
 
 def update(
-    roles: Roles,
-    pad_id: int,
-    experience: Experience,
-    ppo: PpoConfig,
-    key: tuple[int, int],
-    optimizers: Mapping[str, Optimizer],
+    learner: Learner, experience: Experience, step: int, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, float]:
     """Epochs of minibatches of micro-batches; each minibatch is one step of each optimizer that is given.
 
-    key: (seed, step), from which the order of rows is drawn. Without the policy's optimizer only the critic learns.
-    Returns means over the minibatches; `first_log_ratio` is the largest |log ratio| of the very first one.
+    The order of rows is drawn from (seed, step). Without the policy's optimizer only the critic learns. Ends early at a
+    minibatch whose approximate KL passes `policy.target_kl`, without that step. Returns means over the minibatches that
+    were stepped; `first_log_ratio` is the largest |log ratio| of the very first one.
     """
-    minibatches = min(ppo.minibatches, len(experience.rollouts))
-    totals: dict[str, float] = {}
+    ppo, rows_in_all = learner.ppo, len(experience.rollouts)
+    minibatches = min(ppo.minibatches, rows_in_all)
+    planned = ppo.epochs * minibatches
+    totals: Counter[str] = Counter()
     first: dict[str, float] = {}
+    done = 0
     for epoch in range(ppo.epochs):
         # PCG64 by name: default_rng may change its bit generator between numpy versions.
-        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([*key, epoch]))).permutation(
-            len(experience.rollouts)
+        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([learner.seed, step, epoch]))).permutation(
+            rows_in_all
         )
         for number, rows in enumerate(np.array_split(order, minibatches)):
-            metrics = accumulate(roles, pad_id, experience, rows.tolist(), ppo, optimizers.keys())
+            metrics = accumulate(learner, experience, rows.tolist(), state, optimizers.keys())
             largest = metrics.pop("log_ratio_abs_max", None)
-            if largest is not None and not totals:
+            if largest is not None and not done:
                 first["first_log_ratio"] = largest
+            if ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
+                for optimizer in optimizers.values():
+                    optimizer.zero_grad(set_to_none=True)
+                return _means(totals, done, planned) | first
+            if learner.ptx and "policy" in optimizers:
+                metrics["ptx_loss"] = learner.ptx(step * planned + done)
             bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
-            where = f"ppo, update {key[1] + 1}, epoch {epoch + 1}, minibatch {number + 1}"
+            where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
             for role, norm in guarded_step(optimizers, bounds, where).items():
                 metrics[f"{role}_grad_norm"] = norm
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return {name: value / (ppo.epochs * minibatches) for name, value in totals.items()} | first
+            totals.update(metrics)
+            done += 1
+    return _means(totals, done, planned) | first
 
 
 def accumulate(
-    roles: Roles, pad_id: int, experience: Experience, rows: Sequence[int], ppo: PpoConfig, learners: Collection[str]
+    learner: Learner, experience: Experience, rows: Sequence[int], state: Mapping[str, Any], learners: Collection[str]
 ) -> dict[str, float]:
-    """Adds the gradients of one minibatch, micro-batch by micro-batch; both losses are means over its response tokens.
+    """Adds the gradients of one minibatch, micro-batch by micro-batch; denominators are counted over all of it before.
 
     Raises NumberError where a loss is not finite, before any optimizer has stepped.
     """
-    sequences, mask_BT = experience.rollouts.sequences(), experience.rollouts.response_mask_BT
-    tokens = int(mask_BT[list(rows)].sum())
+    roles, ppo = learner.roles, learner.ppo
+    sequences, lengths_B = experience.rollouts.sequences(), experience.rollouts.lengths_B
+    tokens = int(lengths_B[list(rows)].sum())
+    assert ppo.policy.aggregation is not None
+    denominators_B1 = torch.ones(len(sequences), 1)
+    denominators_B1[list(rows)] = loss_denominators(lengths_B[list(rows)], ppo.policy.aggregation, learner.max_tokens)
+    known = Moments(*state["return_moments"])  # the critic's outputs are in their units; 0 and 1 without popart
     totals: Counter[str] = Counter()
     largest = 0.0
     for part in micro_batches([len(sequences[i]) for i in rows], ppo.micro_tokens):
         some = [rows[i] for i in part]
-        ids_BS, places_BS, _ = pad_sequences([sequences[i] for i in some], pad_id)
+        ids_BS, places_BS, _ = pad_sequences([sequences[i] for i in some], learner.pad_id)
         ids_BS, places_BS = ids_BS.to(roles.device), places_BS.to(roles.device)
-        old = _Packed(experience, some, roles.device)
+        old = Before.of(experience, some, roles.device)
         if "policy" in learners:
-            logprobs_N, _ = micro_logprobs(roles, "policy", ids_BS, places_BS, ppo.temperature)
-            clip = ppo.policy.clip
-            loss, metrics = ppo_clip(
-                logprobs_N, old.logprobs_N, old.advantages_N, old.mask_N, tokens, clip_low=clip, clip_high=clip
-            )
+            exact = ppo.kl.place == "loss" and ppo.kl.estimator == "exact" and roles.has("reference")
+            logprobs_N, entropy_N, kl_N = micro_policy(roles, ids_BS, places_BS, ppo.temperature, exact)
+            now = Now(*(None if x_N is None else unpacked(x_N, old.mask_BT) for x_N in (logprobs_N, entropy_N, kl_N)))
+            loss, metrics = policy_objective(ppo, now, old, denominators_B1[some].to(roles.device), state)
             _backward(loss, "policy")
-            totals.update({"policy_loss": loss.item()})
-            totals.update({name: metrics[name].item() / tokens for name in ("clip_fraction", "approx_kl")})
-            largest = max(largest, metrics["log_ratio_abs_max"].item())
-        values_N = micro_values(roles, ids_BS, places_BS)
-        loss, _ = value_loss(values_N, old.values_N, old.returns_N, old.mask_N, ppo.critic.clip, tokens)
-        _backward(loss, "critic")
-        totals.update({"value_loss": loss.item()})
+            totals["policy_loss"] += loss.item()
+            largest = max(largest, metrics.pop("log_ratio_abs_max").item())
+            totals.update({name: total.item() / tokens for name, total in metrics.items()})
+        if "critic" in learners:
+            assert old.values_BT is not None and old.returns_BT is not None
+            values_BT = unpacked(micro_values(roles, ids_BS, places_BS), old.mask_BT)
+            before_BT, returns_BT = (moments.normalised(x_BT, known) for x_BT in (old.values_BT, old.returns_BT))
+            loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
+            _backward(loss, "critic")
+            totals["value_loss"] += loss.item()
     return dict(totals) | ({"log_ratio_abs_max": largest} if "policy" in learners else {})
 
 
-class _Packed:
-    """What a micro-batch's losses need, its response tokens in the order in which the passes give them: [N]."""
+def kept_rows(rollouts: Rollouts, ppo: PpoConfig) -> list[int]:
+    """Rows that are trained on. With `truncated: drop` those that ended by themselves; where a response is compared
+    with others to its prompt, one whose others were all dropped goes too."""
+    if ppo.truncated != "drop":
+        return list(range(len(rollouts)))
+    kept = [b for b, finish in enumerate(rollouts.finish) if finish == "stop"]
+    groups = Counter(b // ppo.responses_per_prompt for b in kept)
+    alone = ppo.advantage in GROUPED
+    return [b for b in kept if not alone or groups[b // ppo.responses_per_prompt] > 1]
 
-    def __init__(self, experience: Experience, rows: list[int], device: torch.device):
-        mask_BT = experience.rollouts.response_mask_BT[rows]
 
-        def pack(x_BT: Tensor) -> Tensor:
-            return x_BT[rows][mask_BT].to(device)
+def trained_scores(scores_B: Tensor, rollouts: Rollouts, ppo: PpoConfig, known: Moments) -> Tensor:
+    """Scores as they are trained on: in units of what is known of them, less the penalty for a missing end."""
+    return penalise_unfinished(moments.normalised(scores_B, known), _stopped(rollouts), ppo.missing_eos_penalty)
 
-        self.logprobs_N, self.advantages_N = pack(experience.policy_logprobs_BT), pack(experience.advantages_BT)
-        self.values_N, self.returns_N = pack(experience.values_BT), pack(experience.returns_BT)
-        self.mask_N = torch.ones(len(self.values_N), dtype=torch.bool, device=device)
+
+def _stopped(rollouts: Rollouts) -> Tensor:
+    return torch.tensor([finish == "stop" for finish in rollouts.finish])
+
+
+def _move_popart(roles: Roles, state: dict[str, Any], returns_N: Tensor) -> None:
+    old = Moments(*state["return_moments"])
+    new = moments.merge(old, moments.of(returns_N))
+    state["return_moments"] = new
+    roles.head("critic").rewrite(*popart(*roles.head("critic").weights, old, new))
+
+
+def _steer(state: dict[str, Any], metrics: Mapping[str, float], ppo: PpoConfig, episodes: int) -> None:
+    """Moves the coefficients that follow a KL: to the reference, and to the policy before the update."""
+    kl = ppo.kl
+    if kl.controller == "adaptive":
+        assert kl.target is not None and kl.horizon is not None
+        state["kl_coefficient"] = adaptive_coefficient(
+            state["kl_coefficient"], metrics["kl_per_response"], kl.target, kl.horizon, episodes
+        )
+    if ppo.policy.loss == "kl_penalty":
+        assert ppo.policy.old_kl_target is not None
+        state["old_kl_penalty"] = adapt_penalty(state["old_kl_penalty"], metrics["approx_kl"], ppo.policy.old_kl_target)
+
+
+def _means(totals: Mapping[str, float], done: int, planned: int) -> dict[str, float]:
+    return {name: value / done for name, value in totals.items()} | {"steps_taken": done / planned}
 
 
 def _backward(loss: Tensor, part: str) -> None:
@@ -240,74 +345,3 @@ def _backward(loss: Tensor, part: str) -> None:
             remedy="look at the rewards of this step; the same command goes on from the last checkpoint",
         )
     loss.backward()
-
-
-def _settings(run: Run) -> PpoConfig:
-    assert run.recipe.ppo is not None
-    return run.recipe.ppo
-
-
-def _kept(rollouts: Rollouts, ppo: PpoConfig) -> list[int]:
-    return [b for b, finish in enumerate(rollouts.finish) if ppo.truncated != "drop" or finish == "stop"]
-
-
-def _adapted(coefficient: float, kl_per_response: float, kl: KlConfig, episodes: int) -> float:
-    assert kl.target is not None and kl.horizon is not None
-    return adaptive_coefficient(coefficient, kl_per_response, kl.target, kl.horizon, episodes)
-
-
-def _rollout_metrics(
-    rollouts: Rollouts, scores_B: Tensor, gold: Callable[[Rollouts], Tensor] | None
-) -> dict[str, float]:
-    seen = {
-        "score": scores_B.mean().item(),
-        "score_sd": scores_B.std(correction=0).item(),
-        "length": rollouts.lengths_B.float().mean().item(),
-        "eos_rate": sum(finish == "stop" for finish in rollouts.finish) / len(rollouts),
-        "distinct": len(set(rollouts.texts)) / len(rollouts),
-    }
-    if gold:
-        seen["gold"] = gold(rollouts).mean().item()
-    return seen
-
-
-def _shown(numbers: dict[str, float]) -> dict[str, float]:
-    names = ("score", "gold", "kl_per_response", "length", "explained_variance")
-    return {name: numbers[name] for name in names if name in numbers}
-
-
-def _write_samples(session: Session, experience: Experience) -> None:
-    rollouts = experience.rollouts
-    for b in range(min(SHOWN_SAMPLES, len(rollouts))):
-        inside = rollouts.response_mask_BT[b]
-        streams = {"kl": experience.kl_BT, "value": experience.values_BT, "advantage": experience.advantages_BT}
-        session.samples.append(
-            {
-                "step": session.step,
-                "prompt": rollouts.prompts[b].text,
-                "response": rollouts.texts[b],
-                "score": experience.scores_B[b].item(),
-                "kl": experience.kl_BT[b][inside].sum().item(),
-                "finish": rollouts.finish[b],
-                "ids": rollouts.response_ids_BT[b][inside].tolist(),
-                **{
-                    f"{name}_per_token": [round(x, 5) for x in stream[b][inside].tolist()]
-                    for name, stream in streams.items()
-                },
-            }
-        )
-
-
-class _Clock:
-    """Seconds of the parts of a step, by the names that the metrics have."""
-
-    def __init__(self) -> None:
-        self.start = self.mark = time.monotonic()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[f"seconds_{name}"], self.mark = now - self.mark, now
-
-    def total(self) -> float:
-        return time.monotonic() - self.start

@@ -83,9 +83,9 @@ class Pipeline:
                 inputs["held_out"] = len(rows.heldout_prompts)
             if recipe.ppo.reward != "model":
                 inputs["reward_function"] = source_hash(recipe.ppo.reward)
-            policy = self._stage(
-                "ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, rows.train_prompts)
-            )
+            if rows.ptx:
+                inputs["ptx_data"] = rows.ptx.sha256
+            policy = self._stage("ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, rows))
             draw(self.run, self.results.get("base", {}).get("gold_best"))
             if recipe.eval and self._reaches("eval"):
                 held_out = rows.heldout_prompts

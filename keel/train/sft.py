@@ -11,9 +11,11 @@ from keel.types import TokenSequence
 
 
 def token_loss(
-    roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
+    roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int, weight: float = 1.0
 ) -> Callable[[list[int]], dict[str, float]]:
     """A step for `supervised.fit`: cross entropy summed over the response tokens of the batch, divided by their number.
+
+    weight: of its gradient, where it is mixed into another loss; the loss that is returned is without it.
 
     The denominator is counted over the whole batch before any backward pass, so that the split into micro-batches
     changes nothing.
@@ -26,7 +28,7 @@ def token_loss(
             ids_BS, mask_BS, _ = pad_sequences([sequences[rows[i]] for i in part], pad_id)
             logprobs_N, _ = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), 1.0)
             loss = -masked_sum(logprobs_N, torch.ones_like(logprobs_N, dtype=torch.bool)) / tokens
-            loss.backward()
+            (weight * loss).backward()
             total += loss.item()
         return {"loss": total, "tokens": tokens}
 

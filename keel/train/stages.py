@@ -1,6 +1,6 @@
 """The training stages: each reads what the stage before left, trains, and leaves a model folder and a result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from keel import sandbox
 from keel.config import Recipe, RewardConfig, SourceConfig
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts
-from keel.data.stream import steps_for
+from keel.data.stream import batch_rows, steps_for
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
 from keel.models.loading import load_causal_lm, load_encoder
@@ -27,7 +27,7 @@ from keel.runs.console import Console
 from keel.runs.folder import StageFolder
 from keel.train import world
 from keel.train.context import Run
-from keel.train.online import train_ppo
+from keel.train.online import Learner, train_online
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
@@ -63,6 +63,7 @@ class Inputs:
     demonstrations: ReadResult[Demonstration] | None
     pairs: ReadResult[PreferencePair] | None
     prompts: ReadResult[Prompt] | None
+    ptx: ReadResult[Demonstration] | None
     train_prompts: list[Prompt]
     heldout_prompts: list[Prompt]
 
@@ -74,7 +75,7 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
     Raises DataError with file and row.
     """
     sft, reward, ppo = recipe.sft, recipe.reward, recipe.ppo
-    demonstrations, pairs, prompts = None, None, None
+    demonstrations, pairs, prompts, ptx = None, None, None, None
     train: list[Prompt] = []
     held: list[Prompt] = []
     count = recipe.eval.prompts if recipe.eval else 0
@@ -101,7 +102,11 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
                 where="ppo.data",
                 remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
             )
-    return Inputs(demonstrations, pairs, prompts, train, held)
+        if ppo.ptx:
+            source = ppo.ptx.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
+            ptx = read_demonstrations(source.path, source.columns)
+            _tell(console, "ppo.ptx", "demonstrations", ptx)
+    return Inputs(demonstrations, pairs, prompts, ptx, train, held)
 
 
 def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> None:
@@ -265,13 +270,18 @@ def split_pairs(
 
 
 def ppo_stage(
-    run: Run, stage: StageFolder, start: Path | str, reward_folder: Path | None, prompts: list[Prompt]
+    run: Run, stage: StageFolder, start: Path | str, reward_folder: Path | None, rows: Inputs
 ) -> dict[str, Any]:
-    """PPO; leaves the policy as a plain folder. Asserts that reference and reward model are byte for byte as before."""
+    """Online training; leaves the policy as a plain folder. Asserts that reference and reward model are byte for byte
+    as before."""
     recipe, ppo = run.recipe, run.recipe.ppo
     assert ppo is not None
     encoder = load_encoder(start, recipe.model)
-    wanted: list[Role] = ["policy", "critic", *(["reward"] if reward_folder else [])]
+    wanted: list[Role] = [
+        "policy",
+        *(["critic"] if ppo.has_critic else []),
+        *(["reward"] if reward_folder else []),
+    ]
     roles = (
         _with_reference(run, start, wanted, reward_folder)
         if recipe.model.backbone == "shared" or ppo.kl.coefficient > 0
@@ -283,12 +293,29 @@ def ppo_stage(
         LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
     )
     gold = world.gold_reward().score if recipe.sandbox else None
-    train_ppo(run, stage, roles, encoder, prompts, source, gold)
+    learner = Learner(
+        roles,
+        encoder.pad_id,
+        recipe.model.max_response_tokens,
+        ppo,
+        recipe.seed,
+        _ptx(recipe, roles, encoder, rows.ptx.records) if rows.ptx else None,
+    )
+    train_online(run, stage, learner, encoder, rows.train_prompts, source, gold)
     after = {role: roles.fingerprint(role) for role in frozen}
-    assert before == after, "a frozen role has changed during PPO"
+    assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
     return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint()}
+
+
+def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstration]) -> Callable[[int], float]:
+    """Language modelling for the n-th minibatch of the run: adds its weighted gradient, returns its loss."""
+    assert recipe.ppo and recipe.ppo.ptx
+    ppo, ptx = recipe.ppo, recipe.ppo.ptx
+    sequences = [encoder.sequence(d.prompt, d.response) for d in rows]
+    step = token_loss(roles, "policy", sequences, encoder.pad_id, ppo.micro_tokens, ptx.coefficient)
+    return lambda n: step(batch_rows(len(sequences), ptx.batch, n, recipe.seed))["loss"]
 
 
 def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Roles:

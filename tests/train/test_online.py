@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from keel.algo.moments import Moments
 from keel.config import Recipe
 from keel.errors import Interrupted, RewardError
 from keel.models.roles import logprobs_BT
@@ -16,7 +17,7 @@ from keel.runs.folder import RunFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import read_lines
 from keel.train.context import Run
-from keel.train.online import accumulate, make_experience, train_ppo, update
+from keel.train.online import Learner, accumulate, first_state, make_experience, train_online, trained_scores, update
 from keel.train.optim import make_optimizer, set_rate
 from tests.tiny import backbone, encoder_of, prompts
 
@@ -44,9 +45,27 @@ def shortness(response: str) -> float:
     return -len(response) / 20
 
 
-def run_ppo(folder: Path, kind: str, model: Path, recipe: Recipe, reward=shortness, stop_at: int | None = None):
+def learner_of(roles, recipe: Recipe, ptx=None) -> Learner:
+    assert recipe.ppo
+    return Learner(roles, 0, 16, recipe.ppo, recipe.seed, ptx)
+
+
+def experience_of(roles, recipe: Recipe, rollouts, scores, coefficient=0.05, greedy=None):
+    """Experience and metrics, each row a group of its own unless the recipe samples several responses a prompt."""
+    assert recipe.ppo
+    state = first_state(recipe.ppo) | {"kl_coefficient": coefficient}
+    groups = torch.arange(len(rollouts)) // recipe.ppo.responses_per_prompt
+    scores = trained_scores(scores, rollouts, recipe.ppo, Moments())
+    return make_experience(learner_of(roles, recipe), rollouts, scores, groups, state, greedy)
+
+
+def run_ppo(
+    folder: Path, kind: str, model: Path, recipe: Recipe, reward=shortness, stop_at: int | None = None, ptx=None
+):
     """Trains in `folder`; stop_at raises the interrupt's flag once so many steps are logged."""
-    roles = backbone(kind, model, ("policy", "reference", "critic"))
+    assert recipe.ppo
+    learners = ("policy", "critic") if recipe.ppo.has_critic else ("policy",)
+    roles = backbone(kind, model, (*learners, "reference"), learners)
     with RunFolder.open(folder, "test") as run_folder, Interrupt() as interrupt:
         run = Run(recipe, run_folder, Console(), interrupt, torch.device("cpu"), "keel run x")
         stage = run_folder.stage("ppo")
@@ -56,7 +75,8 @@ def run_ppo(folder: Path, kind: str, model: Path, recipe: Recipe, reward=shortne
             interrupt.requested = interrupt.requested or (stop_at is not None and _steps(stage) >= stop_at - 1)
             return reward(response)
 
-        train_ppo(run, stage, roles, encoder_of(model, 16), prompts(60), FunctionReward(scored, "scored"), None)
+        learner = learner_of(roles, recipe, ptx(roles) if ptx else None)
+        train_online(run, stage, learner, encoder_of(model, 16), prompts(60), FunctionReward(scored, "scored"), None)
     return roles, stage
 
 
@@ -78,11 +98,11 @@ def test_the_ratio_is_one_on_the_first_minibatch(kind, temperature, tiny_model):
     recipe = recipe_of(temperature=temperature)
     assert recipe.ppo
     roles, rollouts = rolled_out(kind, tiny_model, recipe)
-    experience, metrics = make_experience(roles, 0, rollouts, torch.randn(12), recipe.ppo, 0.05)
+    experience, metrics = experience_of(roles, recipe, rollouts, torch.randn(12))
     optimizers = {role: make_optimizer(roles.parameters(role).values()) for role in ("policy", "critic")}
     for optimizer in optimizers.values():
         set_rate(optimizer, 1e-2)
-    out = update(roles, 0, experience, recipe.ppo, (0, 0), optimizers)
+    out = update(learner_of(roles, recipe), experience, 0, first_state(recipe.ppo), optimizers)
     assert out["first_log_ratio"] <= 1e-4
     assert metrics["sampler_mismatch"] <= 1e-4
     moved, _ = logprobs_BT(roles, "policy", rollouts.sequences(), temperature, 0, 4000)
@@ -107,8 +127,9 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
         recipe = recipe_of(micro_tokens=tokens)
         assert recipe.ppo
         roles, rollouts = rolled_out(kind, tiny_model, recipe)
-        experience, _ = make_experience(roles, 0, rollouts, torch.arange(12.0), recipe.ppo, 0.05)
-        accumulate(roles, 0, experience, [7, 2, 9, 4, 0], recipe.ppo, ["policy", "critic"])
+        experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+        learner = learner_of(roles, recipe)
+        accumulate(learner, experience, [7, 2, 9, 4, 0], first_state(learner.ppo), ["policy", "critic"])
         gradients.append(
             {
                 f"{r}.{n}": p.grad
@@ -128,7 +149,8 @@ def test_experience_worked_by_hand(tiny_model):
     recipe = recipe_of(lam=1.0, missing_eos_penalty=2.0)
     assert recipe.ppo
     roles, rollouts = rolled_out("separate", tiny_model, recipe)
-    experience, _ = make_experience(roles, 0, rollouts, torch.full((12,), 3.0), recipe.ppo, 0.5)
+    experience, _ = experience_of(roles, recipe, rollouts, torch.full((12,), 3.0), 0.5)
+    assert experience.returns_BT is not None
     for b, length in enumerate(rollouts.lengths_B.tolist()):
         kl = experience.policy_logprobs_BT[b, :length] - experience.reference_logprobs_BT[b, :length]
         want = -0.5 * kl
@@ -147,9 +169,8 @@ def test_truncated_rows_are_bootstrapped_or_terminal(tiny_model):
     assert "length" in rollouts.finish
     ends = {}
     for how in ("terminal", "bootstrap"):
-        ppo = recipe_of(truncated=how, lam=1.0).ppo
-        assert ppo
-        experience, _ = make_experience(roles, 0, rollouts, torch.zeros(12), ppo, 0.0)
+        experience, _ = experience_of(roles, recipe_of(truncated=how, lam=1.0), rollouts, torch.zeros(12), 0.0)
+        assert experience.returns_BT is not None
         last = rollouts.lengths_B - 1
         ends[how] = experience.returns_BT[torch.arange(12), last]
     cut = torch.tensor([finish == "length" for finish in rollouts.finish])

@@ -1,0 +1,243 @@
+"""Every literal of `advantage`, `policy.loss` and `kl`: it runs, learns, and resumes; and what each must not do."""
+
+import math
+
+import pytest
+import torch
+
+from keel.algo.moments import Moments
+from keel.errors import Interrupted
+from keel.models.roles import exact_kl_BT, logprobs_BT, values_BT
+from keel.rollout.engine import Sampling
+from keel.rollout.local import LocalEngine
+from keel.runs.log import read_lines
+from keel.train.online import accumulate, first_state, kept_rows, make_experience
+from keel.train.sft import token_loss
+from tests.tiny import backbone, encoder_of, prompts
+from tests.train.test_online import BACKBONES, experience_of, learner_of, recipe_of, rolled_out, run_ppo
+
+CRITIC_FREE = [
+    "reinforce",
+    "reinforce_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "remax",
+    "grpo",
+    "dr_grpo",
+]
+
+
+def free(advantage: str, **ppo):
+    """A recipe without a critic; four responses to a prompt."""
+    recipe = recipe_of(**{"advantage": advantage, "responses_per_prompt": 4, "critic": {}, **ppo})
+    assert recipe.ppo and not recipe.ppo.has_critic
+    return recipe
+
+
+@pytest.mark.parametrize("advantage", CRITIC_FREE)
+def test_the_reward_rises_without_a_critic(advantage, tiny_model, tmp_path):
+    recipe = free(
+        advantage,
+        updates=14,
+        rollouts=48,
+        minibatches=2,
+        kl={"coefficient": 0.0},
+        checkpoint_every=100,
+        policy={"learning_rate": 1e-2},
+    )
+    roles, stage = run_ppo(tmp_path, "separate", tiny_model, recipe, many_a)
+    assert not roles.has("critic")
+    lines = list(read_lines(stage.metrics))
+    scores = [line["score"] for line in lines]
+    assert sum(scores[-3:]) / 3 > 2 * sum(scores[:2]) / 2
+    assert all(line["first_log_ratio"] <= 1e-4 and line["warming"] == 0 for line in lines)
+    assert not {"explained_variance", "value_loss"} & lines[0].keys()
+
+
+def many_a(response: str) -> float:
+    """Ten times the share of one letter: every response has its own score, unlike with how soon it ends."""
+    return 10 * response.count("a") / max(1, len(response))
+
+
+LOSSES = {
+    "clip-higher, dual clip": {"clip": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+    "cispo": {"loss": "cispo"},
+    "gspo": {"loss": "gspo", "clip": 0.2},
+    "kl_penalty": {"loss": "kl_penalty"},
+    "importance weights, entropy bonus": {"importance_cap": 2.0, "entropy_bonus": 1e-3},
+    "constant": {"aggregation": "constant"},
+}
+
+
+@pytest.mark.parametrize("policy", LOSSES.values(), ids=LOSSES)
+def test_the_reward_rises_with_every_policy_loss(policy, tiny_model, tmp_path):
+    recipe = recipe_of(
+        updates=16,
+        rollouts=48,
+        minibatches=2,
+        kl={"coefficient": 0.0},
+        checkpoint_every=100,
+        policy={"learning_rate": 1e-2, **policy},
+        critic={"warmup_cap": 1, "learning_rate": 1e-2},
+    )
+    _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe, many_a)
+    scores = [line["score"] for line in read_lines(stage.metrics)]
+    assert sum(scores[-3:]) / 3 > 2 * sum(scores[:2]) / 2
+
+
+def test_the_plain_policy_gradient_learns_in_one_step_an_update(tiny_model, tmp_path):
+    recipe = free(
+        "reinforce_baseline",
+        updates=30,
+        rollouts=48,
+        minibatches=1,
+        kl={"coefficient": 0.0},
+        checkpoint_every=100,
+        policy={"learning_rate": 1e-2, "loss": "policy_gradient"},
+    )
+    _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe, many_a)
+    scores = [line["score"] for line in read_lines(stage.metrics)]
+    assert sum(scores[-3:]) / 3 > 2 * sum(scores[:2]) / 2
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_exact_kl_is_the_sum_over_the_vocabulary(kind, tiny_model):
+    roles, rollouts = rolled_out(kind, tiny_model, recipe_of())
+    with torch.no_grad():
+        for parameter in roles.parameters("policy").values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    out = exact_kl_BT(roles, rollouts.sequences(), 0.7, 0, 200)
+    for b, sequence in enumerate(rollouts.sequences()):
+        ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+        start, n = len(sequence.prompt_ids) - 1, len(sequence.response_ids)
+        p, q = (
+            (roles.model(role)(input_ids=ids).logits[0, start : start + n] / 0.7).log_softmax(-1)
+            for role in ("policy", "reference")
+        )
+        torch.testing.assert_close(out[b, :n], (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=1e-4)
+        assert not out[b, n:].any()
+    assert out.max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize("estimator", ["k2", "exact"])
+def test_kl_in_the_loss_pulls_the_policy_back(kind, estimator, tiny_model):
+    """With advantages of 0 only the KL has a gradient: a step along it shrinks the exact KL."""
+    recipe = recipe_of(kl={"place": "loss", "estimator": estimator, "coefficient": 1.0}, minibatches=1, rollouts=64)
+    roles = backbone(kind, tiny_model, ("policy", "reference", "critic"))
+
+    def gradient() -> tuple[float, list[torch.Tensor]]:
+        rollouts = LocalEngine(roles, encoder_of(tiny_model, 16)).generate(
+            prompts(60), Sampling(1.0, 16), seed=0, step=0
+        )
+        experience, _ = experience_of(roles, recipe, rollouts, torch.zeros(60), 1.0)
+        assert not experience.rewards_BT.any()  # the KL is not in the reward too
+        experience.advantages_BT.zero_()
+        for parameter in roles.parameters("policy").values():
+            parameter.grad = None
+        accumulate(learner_of(roles, recipe), experience, list(range(60)), first_state(recipe.ppo), ["policy"])
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in roles.parameters("policy").values()]
+        return exact_kl_BT(roles, rollouts.sequences(), 1.0, 0, 4000).sum().item() / 60, [g.clone() for g in grads]
+
+    assert recipe.ppo
+    before, grads = gradient()
+    norm = math.sqrt(sum(g.square().sum().item() for g in grads))
+    with torch.no_grad():
+        for parameter, g in zip(roles.parameters("policy").values(), grads, strict=True):
+            parameter.sub_(0.05 * g / norm)
+    after, _ = gradient()
+    assert after < before
+
+
+def test_target_kl_ends_an_update_before_the_step_that_passes_it(tiny_model, tmp_path):
+    recipe = recipe_of(epochs=3, policy={"learning_rate": 1e-2, "target_kl": 0.005}, critic={"warmup_cap": 0})
+    _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe)
+    lines = list(read_lines(stage.metrics))
+    assert any(line["steps_taken"] < 1 for line in lines)
+    assert all(line["steps_taken"] >= 1 / 9 and line["approx_kl"] <= 0.005 for line in lines)
+
+
+def test_popart_moves_the_statistics_and_not_the_values(tiny_model):
+    recipe = recipe_of(critic={"popart": True})
+    assert recipe.ppo
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    state = first_state(recipe.ppo)
+    before, _ = values_BT(roles, rollouts.sequences(), 0, 4000)
+    experience, _ = make_experience(learner_of(roles, recipe), rollouts, 100 + torch.randn(12), torch.arange(12), state)
+    known = Moments(*state["return_moments"])
+    assert known.count == rollouts.response_mask_BT.sum() and known.mean > 50
+    after, _ = values_BT(roles, rollouts.sequences(), 0, 4000)
+    inside = rollouts.response_mask_BT
+    torch.testing.assert_close((after * known.scale + known.mean)[inside], before[inside], atol=2e-4, rtol=1e-5)
+    assert experience.returns_BT is not None
+    metrics = accumulate(learner_of(roles, recipe), experience, list(range(12)), state, ["critic"])
+    # In units of sd: half the mean of squares of what the values miss, however large the rewards are.
+    assert metrics["value_loss"] < 0.5 * (known.mean / known.scale + 3) ** 2
+
+
+def test_scores_are_normalised_over_all_batches_so_far(tiny_model, tmp_path):
+    recipe = recipe_of(normalise_scores=True, updates=3)
+    scores: list[float] = []
+
+    def reward(response: str) -> float:
+        scores.append(1000.0 + len(response))
+        return scores[-1]
+
+    _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe, reward)
+    seen = torch.tensor(scores, dtype=torch.float64)
+    first = [line for line in read_lines(stage.samples) if line["step"] == 1]
+    for row, line in enumerate(first):
+        want = (scores[row] - seen[:12].mean()) / seen[:12].std(correction=0)
+        assert line["score"] == pytest.approx(want.item(), abs=1e-3)
+    last = [line for line in read_lines(stage.samples) if line["step"] == 3]
+    for row, line in enumerate(last):
+        want = (scores[24 + row] - seen.mean()) / seen.std(correction=0)
+        assert line["score"] == pytest.approx(want.item(), abs=1e-3)
+
+
+def test_ptx_keeps_what_sft_taught(tiny_model, tmp_path):
+    """The same run with language modelling mixed in ends with a lower loss on the demonstrations."""
+    encoder = encoder_of(tiny_model, 16)
+    rows = [encoder.sequence(prompt, "the shop is open") for prompt in prompts(12)]
+    losses = {}
+    for weight in (0.0, 1.0):
+
+        def ptx(roles, weight=weight):
+            step = token_loss(roles, "policy", rows, 0, 4000, weight)
+            return lambda n: step([(4 * n + i) % 12 for i in range(4)])["loss"]
+
+        roles, stage = run_ppo(
+            tmp_path / str(weight), "separate", tiny_model, recipe_of(updates=6), ptx=ptx if weight else None
+        )
+        logprobs, _ = logprobs_BT(roles, "policy", rows, 1.0, 0, 4000)
+        losses[weight] = -logprobs.sum().item()
+        assert ("ptx_loss" in list(read_lines(stage.metrics))[-1]) == bool(weight)
+    assert losses[1.0] < 0.9 * losses[0.0]
+
+
+def test_a_response_left_alone_in_its_group_is_dropped_too(tiny_model):
+    recipe = free("rloo", truncated="drop")
+    assert recipe.ppo
+    _, rollouts = rolled_out("separate", tiny_model, recipe)
+    rollouts.finish = ["stop", "length", "length", "length"] + ["stop"] * 3 + ["length"] + ["length"] * 4
+    assert kept_rows(rollouts, recipe.ppo) == [4, 5, 6]
+    assert kept_rows(rollouts, recipe_of(truncated="drop").ppo) == [0, 4, 5, 6]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ppo",
+    [
+        {"critic": {"popart": True, "warmup_cap": 1}, "normalise_scores": True, "policy": {"loss": "kl_penalty"}},
+        {"advantage": "remax", "critic": {}, "policy": {"target_kl": 0.01}},
+        {"advantage": "grpo", "critic": {}, "responses_per_prompt": 4, "kl": {"place": "loss", "estimator": "k3"}},
+    ],
+    ids=["popart and kl_penalty", "remax", "grpo"],
+)
+def test_stopped_and_resumed_is_byte_for_byte_the_unbroken_run(ppo, tiny_model, tmp_path):
+    recipe = recipe_of(**ppo)
+    whole, _ = run_ppo(tmp_path / "whole", "separate", tiny_model, recipe)
+    with pytest.raises(Interrupted):
+        run_ppo(tmp_path / "broken", "separate", tiny_model, recipe, stop_at=3)
+    resumed, _ = run_ppo(tmp_path / "broken", "separate", tiny_model, recipe)
+    assert resumed.fingerprint("policy") == whole.fingerprint("policy")
