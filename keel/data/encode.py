@@ -32,6 +32,10 @@ DEFAULT_CHAT_TEMPLATE = (
 and a line break before the reply, so that its first token is the same as at the start of any line."""
 
 
+BUSY_TOKENS = 1024
+"""Tokens from which a forward pass of even a small model gains nothing by being larger (docs/decisions.md)."""
+
+
 @dataclass
 class Encoder:
     """Makes the ids of prompts and of prompts with responses.
@@ -204,17 +208,23 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
 def micro_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Row numbers in groups of similar length, the longest first.
 
-    A group's padded size (rows x longest) is at most `tokens`; a row that is longer alone makes a group of its own.
+    A group's padded size (rows x longest) is at most `tokens`; a row that is longer alone makes a group of its own. A
+    group that is large enough to keep the processor busy takes no row that would be more than a tenth padding.
     Every row is in exactly one group, and equal lengths keep their order.
     """
     assert tokens >= 1, "the configuration admits no empty budget"
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= tokens:
+        if groups and _fits(len(groups[-1]), lengths[groups[-1][0]], lengths[row], tokens):
             groups[-1].append(row)
         else:
             groups.append([row])
     return groups
+
+
+def _fits(rows: int, longest: int, length: int, tokens: int) -> bool:
+    alike = length >= 0.9 * longest or rows * longest < BUSY_TOKENS
+    return alike and (rows + 1) * longest <= tokens
 
 
 def _own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,11 +1,17 @@
 """Which rows a training step sees: an endless, seeded stream of shuffled epochs that resumes from the step alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keel.errors import DataError
 
 
-def batch_rows(rows: int, batch: int, step: int, seed: int) -> list[int]:
+POOL = 16
+"""Batches that are drawn together where rows of similar length shall share a batch."""
+
+
+def batch_rows(rows: int, batch: int, step: int, seed: int, lengths: Sequence[int] | None = None) -> list[int]:
     """The row numbers of one training step.
 
     Each epoch is a permutation of all rows, drawn from (seed, epoch); epochs follow each other without a gap, so that a
@@ -17,20 +23,35 @@ def batch_rows(rows: int, batch: int, step: int, seed: int) -> list[int]:
         batch: rows a step.
         step: counted from 0 over the whole run.
         seed: not negative; the same seed gives the same order on every machine.
+        lengths: of every row. Given, each `POOL` batches in a row are drawn as above, sorted by length among
+            themselves, and come in an order drawn from (seed, pool), so that little of a batch is padding.
 
     Raises:
         DataError: the batch is larger than the data.
     """
     _check(rows, batch)
     assert step >= 0 and seed >= 0, "the configuration admits no negative step or seed"
-    first, end = step * batch, (step + 1) * batch
+    if lengths is None:
+        return _stream(rows, step * batch, (step + 1) * batch, seed)
+    pool, place = divmod(step, POOL)
+    drawn = _stream(rows, pool * POOL * batch, (pool + 1) * POOL * batch, seed)
+    drawn.sort(key=lambda row: lengths[row])
+    start = batch * int(_generator(seed, pool, POOL).permutation(POOL)[place])
+    return drawn[start : start + batch]
+
+
+def _stream(rows: int, first: int, end: int, seed: int) -> list[int]:
+    """Places `first` to `end` of the endless stream of shuffled epochs."""
     taken: list[int] = []
     for epoch in range(first // rows, (end - 1) // rows + 1):
-        # PCG64 by name: default_rng may change its bit generator between numpy versions.
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
         start = epoch * rows
-        taken += generator.permutation(rows)[max(first - start, 0) : end - start].tolist()
+        taken += _generator(seed, epoch).permutation(rows)[max(first - start, 0) : end - start].tolist()
     return taken
+
+
+def _generator(*key: int) -> np.random.Generator:
+    # PCG64 by name: default_rng may change its bit generator between numpy versions.
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
 def steps_for(rows: int, batch: int, epochs: int) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from keel.algo import moments
 from keel.algo.preference import bradley_terry
-from keel.data.encode import micro_batches, pad_sequences
-from keel.models.roles import Roles, micro_scores, scores_B
+from keel.data.encode import micro_batches
+from keel.models.roles import Roles, micro_group_scores, scores_B
 from keel.types import TokenSequence
 
 
@@ -70,8 +70,7 @@ def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tok
 
 
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
-    ids_BS, _, lengths_B = pad_sequences([s for group in groups for s in group.sequences], pad_id)
-    scores_B = micro_scores(roles, ids_BS.to(roles.device), lengths_B)
+    scores_B = micro_group_scores(roles, [group.sequences for group in groups], pad_id)
     starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
     pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
     chosen, rejected = torch.tensor(pairs, device=roles.device).T

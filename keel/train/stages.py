@@ -146,7 +146,7 @@ def sft_stage(
         "sft",
         roles,
         "policy",
-        len(train),
+        [len(sequence) for sequence in train],
         plan,
         token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
@@ -203,7 +203,7 @@ def reward_stage(
         return {"heldout_accuracy": accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)}
 
     step = pair_loss(roles, groups, encoder.pad_id, settings.micro_tokens)
-    numbers = fit(run, stage, "reward model", roles, "reward", len(train), plan, step, measure)
+    numbers = fit(run, stage, "reward model", roles, "reward", [g.longest for g in groups], plan, step, measure)
     asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(

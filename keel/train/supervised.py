@@ -1,7 +1,7 @@
 """The loop of supervised stages (sandbox pretraining, SFT, reward model): seeded batches, one loss, one optimizer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keel.data.stream import batch_rows
@@ -31,13 +31,14 @@ def fit(
     title: str,
     roles: Roles,
     role: Role,
-    rows: int,
+    lengths: Sequence[int],
     plan: Plan,
     step_loss: Callable[[list[int]], dict[str, float]],
     held_out: Callable[[], dict[str, float]],
 ) -> dict[str, float]:
     """Trains one role and returns the held-out numbers at the end.
 
+    lengths: tokens of every row; rows of similar length share a step.
     step_loss: given row numbers, adds the gradient of their mean loss and returns metrics.
     held_out: the numbers on rows kept back; called at every checkpoint and at the end.
     Goes on from the newest checkpoint. Raises Interrupted, NumberError, RunError; DataError where batch > rows.
@@ -50,7 +51,7 @@ def fit(
             began = time.monotonic()
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
             set_rate(optimizer, rate)
-            values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed))
+            values = step_loss(batch_rows(len(lengths), plan.batch, session.step, run.recipe.seed, lengths))
             norm = guarded_step(
                 {role: optimizer}, {role: plan.max_grad_norm}, f"{stage.path.name}, step {session.step + 1}"
             )

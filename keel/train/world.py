@@ -91,7 +91,7 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         "pretraining the base model",
         roles,
         "policy",
-        len(rows),
+        [len(row) for row in rows],
         plan,
         token_loss(roles, "policy", rows, pad, PRETRAIN_MICRO_TOKENS),
         lambda: mean_loss(roles, "policy", held, pad, PRETRAIN_MICRO_TOKENS),
