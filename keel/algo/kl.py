@@ -64,7 +64,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, bound: float = K3_BOUND) -> Tenso
     Arguments and result as those of `k1`.
     """
     log_ratio = k1(ref_logprobs, logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # Rounding can put it a hair under 0.
+    # Not a hair under 0 either, however a device rounds expm1.
     return (torch.expm1(log_ratio) - log_ratio).clamp(0.0, bound)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from keel.errors import DataError
 
-
 POOL = 16
 """Batches that are drawn together where rows of similar length shall share a batch."""
 

@@ -24,6 +24,7 @@ class Comparisons:
     @classmethod
     def of(cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]]) -> "Comparisons":
         """From (preferred, other) sequences of one prompt; a response in several pairs is held once."""
+        assert len({s.prompt_ids for pair in pairs for s in pair}) == 1, "pairs of several prompts"
         places: dict[TokenSequence, int] = {}
         found = tuple((places.setdefault(a, len(places)), places.setdefault(b, len(places))) for a, b in pairs)
         return cls(tuple(places), found)

@@ -75,6 +75,7 @@ def test_gspo_clips_whole_responses(advantage, objective, slope):
     assert loss.item() == pytest.approx(-objective)
     torch.testing.assert_close(logprobs.grad, torch.full((1, 2), -slope / 2))
     assert metrics["clip_fraction"] == (2 if slope == 0 else 0)
+    assert metrics["approx_kl"].item() == pytest.approx(4 - 1 - math.log(4) + 0.5 - 1 + LOG_2)
 
 
 def test_cispo_by_hand():

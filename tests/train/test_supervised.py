@@ -10,6 +10,7 @@ from keel.models.roles import scores_B
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
+from keel.types import TokenSequence
 from tests.tiny import backbone, sequences
 
 
@@ -55,6 +56,7 @@ def test_sft_loss_is_over_response_tokens_only_end_token_included(kind, tiny_mod
 
 def groups_of(count: int) -> list[Comparisons]:
     flat = sequences(3 * count, seed=3)
+    flat = [TokenSequence(flat[i - i % 3].prompt_ids, s.response_ids) for i, s in enumerate(flat)]  # one prompt a group
     return [Comparisons.of([(a, b), (a, c), (b, c)]) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
 
 
