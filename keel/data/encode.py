@@ -119,6 +119,14 @@ class Encoder:
 
         Text after an end token written in the response is left out, as a sampler would never come to it, and counted.
         """
+        return self.sequences(prompt, [response])[0]
+
+    def sequences(self, prompt: Prompt, responses: Sequence[str]) -> list[TokenSequence]:
+        """`sequence` of several responses to one prompt, whose ids are made once."""
+        prompt_ids = self.prompt_ids(prompt)
+        return [TokenSequence(prompt_ids, self._response_ids(response)) for response in responses]
+
+    def _response_ids(self, response: str) -> tuple[int, ...]:
         ids = self._ids(response)
         end = next((at for at, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
@@ -130,7 +138,7 @@ class Encoder:
         if len(ids) > self.max_response_tokens:
             self.counts["responses cut"] += 1
             ids = ids[: self.max_response_tokens]
-        return TokenSequence(self.prompt_ids(prompt), ids)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens and otherwise as the tokens spell it."""

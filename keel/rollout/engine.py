@@ -18,7 +18,7 @@ class Sampling:
 
     temperature: float = 1.0
     max_tokens: int = 128
-    rows: int = 256
+    rows: int = 512
 
 
 class Engine(Protocol):

@@ -1,11 +1,14 @@
 """The in-process sampler: the policy's own weights, a cache written in place, finished rows leave the batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from keel.data.encode import Encoder
 from keel.models.loading import unembedding
@@ -15,8 +18,16 @@ from keel.rollout.engine import Sampling
 from keel.rollout.noise import sample_keys, uniforms
 from keel.types import Finish, Prompt, Rollouts
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 COMPACT_BELOW = 0.75
 """Finished rows leave the batch when fewer than this share of its rows still runs: each leaving copies the cache."""
+
+
+SMALL_PARAMETERS = 16_000_000
+"""Up to here a model fits the processor's caches, and two halves of a batch on one core each are decoded faster than
+the whole on both (docs/decisions.md). A larger one is read from memory at every token: once is enough."""
 
 
 class LocalEngine:
@@ -26,7 +37,6 @@ class LocalEngine:
         self.roles, self.encoder = roles, encoder
         self.role: Role = role
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -44,13 +54,23 @@ class LocalEngine:
         logprobs_BT = torch.zeros(len(prompts), sampling.max_tokens)
         lengths_B = torch.zeros(len(prompts), dtype=torch.long)
         stopped_B = torch.zeros(len(prompts), dtype=torch.bool)
+        model = self.roles.model(self.role)
+        workers = torch.get_num_threads() if self.roles.device.type == "cpu" and _is_small(model) else 1
         order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
-        for start in range(0, len(order), sampling.rows):
-            rows = order[start : start + sampling.rows]
-            out = self._decode([prompt_ids[i] for i in rows], keys[rows], sampling)
+        size = max(1, min(sampling.rows, -(-len(order) // workers)))
+        chunks = [order[start : start + size] for start in range(0, len(order), size)]
+        done = 0
+        for rows, out in zip(
+            chunks,
+            side_by_side(
+                lambda rows: self._decode(model, [prompt_ids[i] for i in rows], keys[rows], sampling), chunks, workers
+            ),
+            strict=True,
+        ):
             ids_BT[rows], logprobs_BT[rows], lengths_B[rows], stopped_B[rows] = out
+            done += len(rows)
             if progress:
-                progress(min(start + len(rows), len(order)))
+                progress(done)
         width = max(1, int(lengths_B.max()))
         mask_BT = torch.arange(width) < lengths_B[:, None]
         finish: list[Finish] = ["stop" if stopped else "length" for stopped in stopped_B.tolist()]
@@ -66,10 +86,11 @@ class LocalEngine:
             version,
         )
 
+    @torch.inference_mode()
     def _decode(
-        self, prompt_ids: list[tuple[int, ...]], keys: np.ndarray, sampling: Sampling
+        self, model: PreTrainedModel, prompt_ids: list[tuple[int, ...]], keys: np.ndarray, sampling: Sampling
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        model, device = self.roles.model(self.role), self.roles.device
+        device = self.roles.device
         rows, most, width = len(prompt_ids), sampling.max_tokens, max(map(len, prompt_ids))
         ids_BT = torch.zeros(rows, most, dtype=torch.long)
         logprobs_BT, lengths_B = torch.zeros(rows, most), torch.full((rows,), most)
@@ -109,6 +130,25 @@ class LocalEngine:
             ids_BS, places_BS = tokens[:, None].to(device), places_BS[:, -1:] + 1
         inside = torch.arange(most) < lengths_B[:, None]
         return ids_BT * inside, logprobs_BT * inside, lengths_B, stopped_B
+
+
+def side_by_side(work: Callable[[T], R], parts: Sequence[T], workers: int) -> Iterator[R]:
+    """The results of `work`, in the order of the parts. Several workers are threads of one core each; torch releases
+    the interpreter inside its operations. Where the caller stops early, parts that have not begun never do."""
+    if workers == 1 or len(parts) == 1:
+        yield from map(work, parts)
+        return
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from pool.map(work, parts)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # the math library's own count is one for all threads
+
+
+def _is_small(model: PreTrainedModel) -> bool:
+    return sum(p.numel() for p in model.parameters()) <= SMALL_PARAMETERS
 
 
 def _left_padded(prompt_ids: list[tuple[int, ...]], width: int, total: int, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -237,9 +237,9 @@ def reward_stage(
 
 
 def _compare(encoder: Encoder, pairs: list[PreferencePair]) -> Comparisons:
-    return Comparisons.of(
-        [(encoder.sequence(p.prompt, p.chosen), encoder.sequence(p.prompt, p.rejected)) for p in pairs]
-    )
+    texts = list(dict.fromkeys(text for p in pairs for text in (p.chosen, p.rejected)))
+    found = dict(zip(texts, encoder.sequences(pairs[0].prompt, texts), strict=True))
+    return Comparisons.of([(found[p.chosen], found[p.rejected]) for p in pairs])
 
 
 def split_pairs(
