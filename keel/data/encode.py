@@ -36,6 +36,10 @@ BUSY_TOKENS = 1024
 """Tokens from which a forward pass of even a small model gains nothing by being larger (docs/decisions.md)."""
 
 
+MIN_TOKENS = 256
+"""Less than this is not worth a worker of its own."""
+
+
 @dataclass
 class Encoder:
     """Makes the ids of prompts and of prompts with responses.
@@ -213,14 +217,16 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
     return ids_BS, response_mask_BS, torch.tensor(lengths)
 
 
-def micro_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Row numbers in groups of similar length, the longest first.
+def micro_batches(lengths: Sequence[int], tokens: int, workers: int = 1) -> list[list[int]]:
+    """Row numbers in groups of similar length, the longest first; where there is work for it, one for each worker.
 
     A group's padded size (rows x longest) is at most `tokens`; a row that is longer alone makes a group of its own. A
     group that is large enough to keep the processor busy takes no row that would be more than a tenth padding.
     Every row is in exactly one group, and equal lengths keep their order.
     """
     assert tokens >= 1, "the configuration admits no empty budget"
+    if workers > 1:
+        tokens = min(tokens, max(MIN_TOKENS, -(-sum(lengths) // workers)))
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if groups and _fits(len(groups[-1]), lengths[groups[-1][0]], lengths[row], tokens):

@@ -5,9 +5,9 @@ real token and a row does not depend on its batch mates. What is predicted at re
 state one position before it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,12 @@ from keel.algo.logprobs import exact_kl, token_logprobs
 from keel.data.encode import micro_batches, pad_sequences
 from keel.models.heads import ScalarHead
 from keel.models.loading import unembedding
+from keel.models.side_by_side import side_by_side
 from keel.types import TokenSequence
 
 Role = Literal["policy", "reference", "critic", "reward"]
+R = TypeVar("R")
+
 HEADED: tuple[Role, ...] = ("critic", "reward")
 LOGITS_AT_ONCE = 1 << 23
 """Logits per chunk (32 MiB in float32): many rows of a small vocabulary, few of a large one."""
@@ -45,6 +48,10 @@ class Roles(Protocol):
 
     def parameters(self, role: Role) -> dict[str, nn.Parameter]:
         """The weights that are this role's own (adapter or model, and head), by name."""
+        ...
+
+    def workers(self, role: Role) -> int:
+        """How many parts of a batch may pass through the role at once (`side_by_side.workers_for`)."""
         ...
 
     def fingerprint(self, role: Role) -> str:
@@ -138,7 +145,6 @@ def micro_group_scores(
     return roles.head(role)(hidden_BTH[rows, lengths_B.to(device) - 1])
 
 
-@torch.inference_mode()
 def logprobs_BT(
     roles: Roles, role: Role, sequences: Sequence[TokenSequence], temperature: float, pad_id: int, micro_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -147,11 +153,10 @@ def logprobs_BT(
     def both(ids_BS: Tensor, mask_BS: Tensor) -> Tensor:
         return torch.stack(micro_logprobs(roles, role, ids_BS, mask_BS, temperature))
 
-    logprobs, entropy = _over_responses(roles, sequences, pad_id, micro_tokens, 2, both)
+    logprobs, entropy = _over_responses(roles, role, sequences, pad_id, micro_tokens, both)
     return logprobs, entropy
 
 
-@torch.inference_mode()
 def exact_kl_BT(
     roles: Roles, sequences: Sequence[TokenSequence], temperature: float, pad_id: int, micro_tokens: int
 ) -> Tensor:
@@ -162,60 +167,78 @@ def exact_kl_BT(
         assert kl_N is not None
         return kl_N[None]
 
-    return _over_responses(roles, sequences, pad_id, micro_tokens, 1, kl)[0]
+    return _over_responses(roles, "policy", sequences, pad_id, micro_tokens, kl)[0]
 
 
-def _over_responses(
-    roles: Roles,
-    sequences: Sequence[TokenSequence],
-    pad_id: int,
-    micro_tokens: int,
-    count: int,
-    numbers: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """[count, B, T] on the CPU from a function of micro-batches (ids_BS, response_mask_BS) -> [count, N]."""
-    width = max(len(s.response_ids) for s in sequences)
-    out = torch.zeros(count, len(sequences), width)
-    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
-        some = [sequences[i] for i in rows]
-        ids_BS, mask_BS, _ = pad_sequences(some, pad_id)
-        block = torch.zeros(count, len(rows), width)
-        block[:, _response_places(some, width)] = numbers(ids_BS.to(roles.device), mask_BS.to(roles.device)).cpu()
-        out[:, rows] = block
-    return out
-
-
-@torch.inference_mode()
 def values_BT(
     roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """The critic's values before each response token [B, T], 0 outside, and after the last one [B] (for bootstrap)."""
     width = max(len(s.response_ids) for s in sequences)
     values, last = torch.zeros(len(sequences), width), torch.zeros(len(sequences))
-    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+    model, head = roles.model("critic").base_model, roles.head("critic")
+
+    def work(rows: list[int]) -> tuple[Tensor, Tensor]:
         some = [sequences[i] for i in rows]
         ids_BS, mask_BS, lengths_B = pad_sequences(some, pad_id)
-        hidden_BSH = (
-            roles.model("critic").base_model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state
-        )
-        values_BS = roles.head("critic")(hidden_BSH).cpu()
+        values_BS = head(model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state).cpu()
         block = torch.zeros(len(rows), width)
         block[_response_places(some, width)] = values_BS[:, :-1][mask_BS[:, 1:]]
-        values[rows] = block
-        last[rows] = values_BS[torch.arange(len(rows)), lengths_B - 1]
+        return block, values_BS[torch.arange(len(rows)), lengths_B - 1]
+
+    for rows, out in _each_part(roles, "critic", sequences, micro_tokens, work):
+        values[rows], last[rows] = out
     return values, last
 
 
-@torch.inference_mode()
 def scores_B(
     roles: Roles, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int, role: Role = "reward"
 ) -> Tensor:
     """The reward model's score of each sequence: [B] float32 on the CPU."""
     out = torch.zeros(len(sequences))
-    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+
+    def work(rows: list[int]) -> Tensor:
         ids_BS, _, lengths_B = pad_sequences([sequences[i] for i in rows], pad_id)
-        out[rows] = micro_scores(roles, ids_BS.to(roles.device), lengths_B, role).cpu()
+        return micro_scores(roles, ids_BS.to(roles.device), lengths_B, role).cpu()
+
+    for rows, scores in _each_part(roles, role, sequences, micro_tokens, work):
+        out[rows] = scores
     return out
+
+
+def _over_responses(
+    roles: Roles,
+    role: Role,
+    sequences: Sequence[TokenSequence],
+    pad_id: int,
+    micro_tokens: int,
+    numbers: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """[count, B, T] on the CPU from a function of micro-batches (ids_BS, response_mask_BS) -> [count, N]."""
+    width = max(len(s.response_ids) for s in sequences)
+
+    def work(rows: list[int]) -> Tensor:
+        some = [sequences[i] for i in rows]
+        ids_BS, mask_BS, _ = pad_sequences(some, pad_id)
+        out = numbers(ids_BS.to(roles.device), mask_BS.to(roles.device)).cpu()
+        block = torch.zeros(len(out), len(rows), width)
+        block[:, _response_places(some, width)] = out
+        return block
+
+    parts = list(_each_part(roles, role, sequences, micro_tokens, work))
+    whole = torch.zeros(len(parts[0][1]), len(sequences), width)
+    for rows, block in parts:
+        whole[:, rows] = block
+    return whole
+
+
+def _each_part(
+    roles: Roles, role: Role, sequences: Sequence[TokenSequence], micro_tokens: int, work: Callable[[list[int]], R]
+) -> Iterator[tuple[list[int], R]]:
+    """Row numbers of each micro-batch with what `work` makes of them, without gradient."""
+    workers = roles.workers(role)
+    parts = micro_batches([len(s) for s in sequences], micro_tokens, workers)
+    return zip(parts, side_by_side(torch.inference_mode()(work), parts, workers), strict=True)
 
 
 def _response_places(sequences: Sequence[TokenSequence], width: int) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from keel.models.heads import ScalarHead
 from keel.models.roles import HEADED, Role
+from keel.models.side_by_side import workers_for
 from keel.models.weights import HEAD_FILE, hash_tensors, load_head, save_head
 
 
@@ -65,6 +66,10 @@ class SeparateRoles:
         if role in self.heads:
             own |= {f"head.{name}": p for name, p in self.heads[role].named_parameters()}
         return own
+
+    def workers(self, role: Role) -> int:
+        """As many as the machine's threads for a small model."""
+        return workers_for(self.models[role], self.device)
 
     def fingerprint(self, role: Role) -> str:
         """SHA-256 of all weights of the role."""

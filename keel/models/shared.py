@@ -111,6 +111,10 @@ class SharedRoles:
             own |= {f"head.{name}": p for name, p in self.heads[role].named_parameters()}
         return own
 
+    def workers(self, role: Role) -> int:
+        """One: the roles take turns on one base."""
+        return 1
+
     def fingerprint(self, role: Role) -> str:
         """SHA-256 of the base's weights with the role's own."""
         return hash_tensors({f"base.{n}": t for n, t in self.base_state.items()} | self.parameters(role))

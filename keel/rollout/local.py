@@ -1,8 +1,6 @@
 """The in-process sampler: the policy's own weights, a cache written in place, finished rows leave the batch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,21 +11,14 @@ from transformers import PreTrainedModel
 from keel.data.encode import Encoder
 from keel.models.loading import unembedding
 from keel.models.roles import Role, Roles
+from keel.models.side_by_side import side_by_side
 from keel.rollout.cache import growing_cache, select_rows
 from keel.rollout.engine import Sampling
 from keel.rollout.noise import sample_keys, uniforms
 from keel.types import Finish, Prompt, Rollouts
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 COMPACT_BELOW = 0.75
 """Finished rows leave the batch when fewer than this share of its rows still runs: each leaving copies the cache."""
-
-
-SMALL_PARAMETERS = 16_000_000
-"""Up to here a model fits the processor's caches, and two halves of a batch on one core each are decoded faster than
-the whole on both (docs/decisions.md). A larger one is read from memory at every token: once is enough."""
 
 
 class LocalEngine:
@@ -55,7 +46,7 @@ class LocalEngine:
         lengths_B = torch.zeros(len(prompts), dtype=torch.long)
         stopped_B = torch.zeros(len(prompts), dtype=torch.bool)
         model = self.roles.model(self.role)
-        workers = torch.get_num_threads() if self.roles.device.type == "cpu" and _is_small(model) else 1
+        workers = self.roles.workers(self.role)
         order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
         size = max(1, min(sampling.rows, -(-len(order) // workers)))
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
@@ -130,25 +121,6 @@ class LocalEngine:
             ids_BS, places_BS = tokens[:, None].to(device), places_BS[:, -1:] + 1
         inside = torch.arange(most) < lengths_B[:, None]
         return ids_BT * inside, logprobs_BT * inside, lengths_B, stopped_B
-
-
-def side_by_side(work: Callable[[T], R], parts: Sequence[T], workers: int) -> Iterator[R]:
-    """The results of `work`, in the order of the parts. Several workers are threads of one core each; torch releases
-    the interpreter inside its operations. Where the caller stops early, parts that have not begun never do."""
-    if workers == 1 or len(parts) == 1:
-        yield from map(work, parts)
-        return
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield from pool.map(work, parts)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # the math library's own count is one for all threads
-
-
-def _is_small(model: PreTrainedModel) -> bool:
-    return sum(p.numel() for p in model.parameters()) <= SMALL_PARAMETERS
 
 
 def _left_padded(prompt_ids: list[tuple[int, ...]], width: int, total: int, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
 from keel.errors import NumberError
 from keel.models.roles import Role, Roles, exact_kl_BT, logprobs_BT, micro_policy, micro_values, unpacked, values_BT
+from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
@@ -266,31 +267,50 @@ def accumulate(
     assert ppo.policy.aggregation is not None
     denominators_B1 = torch.ones(len(sequences), 1)
     denominators_B1[list(rows)] = loss_denominators(lengths_B[list(rows)], ppo.policy.aggregation, learner.max_tokens)
-    known = Moments(*state["return_moments"])  # the critic's outputs are in their units; 0 and 1 without popart
-    totals: Counter[str] = Counter()
-    largest = 0.0
-    for part in micro_batches([len(sequences[i]) for i in rows], ppo.micro_tokens):
+
+    def micro(part: list[int]) -> tuple[Tensor, Tensor, Before, list[int]]:
         some = [rows[i] for i in part]
         ids_BS, places_BS, _ = pad_sequences([sequences[i] for i in some], learner.pad_id)
-        ids_BS, places_BS = ids_BS.to(roles.device), places_BS.to(roles.device)
-        old = Before.of(experience, some, roles.device)
-        if "policy" in learners:
-            exact = ppo.kl.place == "loss" and ppo.kl.estimator == "exact" and roles.has("reference")
-            logprobs_N, entropy_N, kl_N = micro_policy(roles, ids_BS, places_BS, ppo.temperature, exact)
-            now = Now(*(None if x_N is None else unpacked(x_N, old.mask_BT) for x_N in (logprobs_N, entropy_N, kl_N)))
-            loss, metrics = policy_objective(ppo, now, old, denominators_B1[some].to(roles.device), state)
-            _backward(loss, "policy")
-            totals["policy_loss"] += loss.item()
-            largest = max(largest, metrics.pop("log_ratio_abs_max").item())
-            totals.update({name: total.item() / tokens for name, total in metrics.items()})
-        if "critic" in learners:
-            assert old.values_BT is not None and old.returns_BT is not None
-            values_BT = unpacked(micro_values(roles, ids_BS, places_BS), old.mask_BT)
-            before_BT, returns_BT = (moments.normalised(x_BT, known) for x_BT in (old.values_BT, old.returns_BT))
-            loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
-            _backward(loss, "critic")
-            totals["value_loss"] += loss.item()
-    return dict(totals) | ({"log_ratio_abs_max": largest} if "policy" in learners else {})
+        return ids_BS.to(roles.device), places_BS.to(roles.device), Before.of(experience, some, roles.device), some
+
+    def policy_loss(part: list[int]) -> tuple[Tensor, dict[str, float]]:
+        ids_BS, places_BS, old, some = micro(part)
+        exact = ppo.kl.place == "loss" and ppo.kl.estimator == "exact"
+        packed = micro_policy(roles, ids_BS, places_BS, ppo.temperature, exact)
+        now = Now(*(None if x_N is None else unpacked(x_N, old.mask_BT) for x_N in packed))
+        loss, metrics = policy_objective(ppo, now, old, denominators_B1[some].to(roles.device), state)
+        return _finite(loss, "policy"), {
+            "policy_loss": loss.item(),
+            **{n: total.item() for n, total in metrics.items()},
+        }
+
+    known = Moments(*state["return_moments"])  # the critic's outputs are in their units; 0 and 1 without popart
+
+    def critic_loss(part: list[int]) -> tuple[Tensor, float]:
+        ids_BS, places_BS, old, _ = micro(part)
+        assert old.values_BT is not None and old.returns_BT is not None
+        values_BT = unpacked(micro_values(roles, ids_BS, places_BS), old.mask_BT)
+        before_BT, returns_BT = (moments.normalised(x_BT, known) for x_BT in (old.values_BT, old.returns_BT))
+        loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
+        return _finite(loss, "critic"), loss.item()
+
+    def learn(role: Role, loss_of: Callable[[list[int]], tuple[Tensor, Any]]) -> list[Any]:
+        workers = roles.workers(role)
+        parts = micro_batches([len(sequences[i]) for i in rows], ppo.micro_tokens, workers)
+        return add_gradients(loss_of, parts, list(roles.parameters(role).values()), workers)
+
+    totals: dict[str, float] = {}
+    if "policy" in learners:
+        found = learn("policy", policy_loss)
+        largest = max(metrics.pop("log_ratio_abs_max") for metrics in found)
+        loss = sum(metrics.pop("policy_loss") for metrics in found)
+        sums = Counter[str]()
+        for metrics in found:
+            sums.update(metrics)
+        totals = {"policy_loss": loss, "log_ratio_abs_max": largest, **{name: n / tokens for name, n in sums.items()}}
+    if "critic" in learners:
+        totals["value_loss"] = sum(learn("critic", critic_loss))
+    return totals
 
 
 def kept_rows(rollouts: Rollouts, ppo: PpoConfig) -> list[int]:
@@ -337,11 +357,11 @@ def _means(totals: Mapping[str, float], done: int, planned: int) -> dict[str, fl
     return {name: value / done for name, value in totals.items()} | {"steps_taken": done / planned}
 
 
-def _backward(loss: Tensor, part: str) -> None:
+def _finite(loss: Tensor, part: str) -> Tensor:
     if not torch.isfinite(loss):
         raise NumberError(
             f"the {part}'s loss is {loss.item()}; the optimizer did not step",
             where="ppo",
             remedy="look at the rewards of this step; the same command goes on from the last checkpoint",
         )
-    loss.backward()
+    return loss

@@ -1,6 +1,7 @@
 """The Bradley-Terry reward model: one scalar per response, read at its last token."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from keel.algo import moments
 from keel.algo.preference import bradley_terry
 from keel.data.encode import micro_batches
 from keel.models.roles import Roles, micro_group_scores, scores_B
+from keel.models.side_by_side import add_gradients, side_by_side
 from keel.types import TokenSequence
 
 
@@ -44,30 +46,36 @@ def pair_loss(
     there each prompt weighs the same, here each pair does.
     """
 
+    parameters, workers = list(roles.parameters("reward").values()), roles.workers("reward")
+
     def step(rows: list[int]) -> dict[str, float]:
-        totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
         count = sum(len(groups[i].pairs) for i in rows)
-        for some in _micro_groups([groups[i] for i in rows], micro_tokens):
+
+        def loss_of(some: list[Comparisons]) -> tuple[Tensor, dict[str, float]]:
             chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
             loss, metrics = bradley_terry(chosen_B, rejected_B, count)
-            loss.backward()
-            totals["loss"] += loss.item()
-            for name in ("accuracy", "margin"):
-                totals[name] += metrics[name].item()
-        return totals
+            return loss, {"loss": loss.item(), **{name: metrics[name].item() for name in ("accuracy", "margin")}}
+
+        parts = _micro_groups([groups[i] for i in rows], micro_tokens, workers)
+        totals: Counter[str] = Counter()
+        for metrics in add_gradients(loss_of, parts, parameters, workers):
+            totals.update(metrics)
+        return dict(totals)
 
     return step
 
 
-@torch.inference_mode()
 def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> float:
     """Share of pairs in which the preferred response scores higher; equal scores count half."""
-    right, count = 0.0, 0
-    for some in _micro_groups(groups, micro_tokens):
+    workers = roles.workers("reward")
+
+    @torch.inference_mode()
+    def right(some: list[Comparisons]) -> float:
         chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
-        right += ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
-        count += len(chosen_B)
-    return right / count
+        return ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
+
+    total = sum(side_by_side(right, _micro_groups(groups, micro_tokens, workers), workers))
+    return total / sum(len(group.pairs) for group in groups)
 
 
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -78,10 +86,10 @@ def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tu
     return scores_B[chosen], scores_B[rejected]
 
 
-def _micro_groups(groups: Sequence[Comparisons], tokens: int) -> list[list[Comparisons]]:
+def _micro_groups(groups: Sequence[Comparisons], tokens: int, workers: int) -> list[list[Comparisons]]:
     """Groups of similar length together, their padded tokens bounded; a group is never split."""
-    each = max(len(group.sequences) for group in groups)
-    return [[groups[i] for i in part] for part in micro_batches([g.longest for g in groups], max(1, tokens // each))]
+    lengths = [len(group.sequences) * group.longest for group in groups]
+    return [[groups[i] for i in part] for part in micro_batches(lengths, tokens, workers)]
 
 
 def normalise(roles: Roles, samples: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[float, float]:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from keel.algo.masking import masked_sum
 from keel.data.encode import micro_batches, pad_sequences
 from keel.models.roles import Role, Roles, logprobs_BT, micro_logprobs
+from keel.models.side_by_side import add_gradients
 from keel.types import TokenSequence
 
 
@@ -21,16 +23,19 @@ def token_loss(
     changes nothing.
     """
 
+    parameters, workers = list(roles.parameters(role).values()), roles.workers(role)
+
     def step(rows: list[int]) -> dict[str, float]:
         tokens = sum(len(sequences[i].response_ids) for i in rows)
-        total = 0.0
-        for part in micro_batches([len(sequences[i]) for i in rows], micro_tokens):
+
+        def loss_of(part: list[int]) -> tuple[Tensor, float]:
             ids_BS, mask_BS, _ = pad_sequences([sequences[rows[i]] for i in part], pad_id)
             logprobs_N, _ = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), 1.0)
             loss = -masked_sum(logprobs_N, torch.ones_like(logprobs_N, dtype=torch.bool)) / tokens
-            (weight * loss).backward()
-            total += loss.item()
-        return {"loss": total, "tokens": tokens}
+            return weight * loss, loss.item()
+
+        parts = micro_batches([len(sequences[i]) for i in rows], micro_tokens, workers)
+        return {"loss": sum(add_gradients(loss_of, parts, parameters, workers)), "tokens": tokens}
 
     return step
 

@@ -1,0 +1,64 @@
+"""Several parts of a batch at once, on one core each, where that is faster than one part on all cores.
+
+A small model's operations are too short for several cores: most of the time would go into waiting for each other. Its
+parts of a batch are independent, so each core takes one (docs/decisions.md). A large model keeps all cores busy with
+one part, and two parts would need its weights from memory twice.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+SMALL_PARAMETERS = 16_000_000
+"""Up to here a model fits the processor's caches."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def workers_for(model: nn.Module, device: torch.device) -> int:
+    """How many parts of a batch to work on at once: torch's threads for a small model on the CPU, else 1."""
+    small = device.type == "cpu" and sum(p.numel() for p in model.parameters()) <= SMALL_PARAMETERS
+    return torch.get_num_threads() if small else 1
+
+
+def side_by_side(work: Callable[[T], R], parts: Sequence[T], workers: int) -> Iterator[R]:
+    """The results of `work`, in the order of the parts. Several workers are threads of one core each; torch releases
+    the interpreter inside its operations. Where the caller stops early, parts that have not begun never do."""
+    if workers == 1 or len(parts) == 1:
+        yield from map(work, parts)
+        return
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from pool.map(work, parts)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)  # the math library's own count is one for all threads
+
+
+def add_gradients(
+    loss_of: Callable[[T], tuple[Tensor, R]], parts: Sequence[T], parameters: Sequence[nn.Parameter], workers: int
+) -> list[R]:
+    """Adds the gradient of each part's loss to the parameters, in the order of the parts however many run at once.
+
+    loss_of: gives the loss and whatever else is wanted of it, which is returned. Raises what it raises.
+    """
+
+    def work(part: T) -> tuple[tuple[Tensor | None, ...], R]:
+        loss, wanted = loss_of(part)
+        if workers == 1:
+            loss.backward()
+            return (), wanted
+        return torch.autograd.grad(loss, parameters, allow_unused=True), wanted
+
+    out: list[R] = []
+    for gradients, wanted in side_by_side(work, parts, workers):
+        for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        out.append(wanted)
+    return out
