@@ -218,27 +218,47 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
 
 
 def micro_batches(lengths: Sequence[int], tokens: int, workers: int = 1) -> list[list[int]]:
-    """Row numbers in groups of similar length, the longest first; where there is work for it, one for each worker.
+    """Row numbers in groups of similar length, the longest first.
 
     A group's padded size (rows x longest) is at most `tokens`; a row that is longer alone makes a group of its own. A
-    group that is large enough to keep the processor busy takes no row that would be more than a tenth padding.
+    group that is large enough to keep the processor busy takes no row that would be more than a tenth padding. Several
+    workers get as many groups each, alike in size, unless there is too little work for them.
     Every row is in exactly one group, and equal lengths keep their order.
     """
     assert tokens >= 1, "the configuration admits no empty budget"
-    if workers > 1:
-        tokens = min(tokens, max(MIN_TOKENS, -(-sum(lengths) // workers)))
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in order:
         if groups and _fits(len(groups[-1]), lengths[groups[-1][0]], lengths[row], tokens):
             groups[-1].append(row)
         else:
             groups.append([row])
+    if workers == 1 or sum(lengths) < workers * MIN_TOKENS or len(lengths) < workers:
+        return groups
+    for count in range(workers * -(-len(groups) // workers), len(lengths) + 1, workers):
+        even = _even(order, lengths, count)
+        if all(len(group) * lengths[group[0]] <= tokens for group in even):
+            return even
     return groups
 
 
 def _fits(rows: int, longest: int, length: int, tokens: int) -> bool:
     alike = length >= 0.9 * longest or rows * longest < BUSY_TOKENS
     return alike and (rows + 1) * longest <= tokens
+
+
+def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Rows in that order, cut into `count` groups of about the same number of tokens; none is empty."""
+    share, seen = sum(lengths) / count, 0
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for place, row in enumerate(order):
+        left = len(order) - place  # rows that are still to come, this one among them
+        at = min(count - 1, int((seen + lengths[row] / 2) / share))
+        last = next((i for i in reversed(range(count)) if groups[i]), -1)
+        at = min(max(at, last, count - left), last + 1)
+        groups[at].append(row)
+        seen += lengths[row]
+    return groups
 
 
 def _own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ parts of a batch are independent, so each core takes one (docs/decisions.md). A 
 one part, and two parts would need its weights from memory twice.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -25,19 +26,30 @@ def workers_for(model: nn.Module, device: torch.device) -> int:
     return torch.get_num_threads() if small else 1
 
 
+@functools.cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    # Kept: a new thread would begin with cold caches and a heap of its own at every step.
+    return ThreadPoolExecutor(workers, "keel-part", initializer=torch.set_num_threads, initargs=(1,))
+
+
 def side_by_side(work: Callable[[T], R], parts: Sequence[T], workers: int) -> Iterator[R]:
     """The results of `work`, in the order of the parts. Several workers are threads of one core each; torch releases
-    the interpreter inside its operations. Where the caller stops early, parts that have not begun never do."""
+    the interpreter inside its operations. Where the caller stops early or a part fails, parts that have not begun never
+    do, and those that have are waited for."""
     if workers == 1 or len(parts) == 1:
         yield from map(work, parts)
         return
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    torch.set_num_threads(1)  # a worker's own setting does not reach the math library, whose count is one for all
+    futures = [_pool(workers).submit(work, part) for part in parts]
     try:
-        yield from pool.map(work, parts)
+        for future in futures:
+            yield future.result()
     finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # the math library's own count is one for all threads
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        torch.set_num_threads(threads)
 
 
 def add_gradients(
