@@ -4,13 +4,12 @@ from keel.sandbox.annotators import TEMPERATURE, pairwise_ceiling, rank
 from keel.sandbox.gold import Gold, gold, gold_score
 from keel.sandbox.model import build_model
 from keel.sandbox.notes import note_words, transcript
-from keel.sandbox.replies import TRANSCRIPT_FLAWS, demonstration, ideal_reply
+from keel.sandbox.replies import demonstration, ideal_reply
 from keel.sandbox.tokenizer import train_tokenizer
 from keel.sandbox.world import Request, request_from_columns, requests
 
 __all__ = [
     "TEMPERATURE",
-    "TRANSCRIPT_FLAWS",
     "Gold",
     "Request",
     "build_model",

@@ -29,16 +29,6 @@ FLAWS: dict[str, float] = {
 }
 """Probability of each flaw in a demonstration. Flaws of one property exclude each other."""
 
-TRANSCRIPT_FLAWS: dict[str, float] = FLAWS | {
-    "no opening": 0.15,
-    "opening of another mood": 0.35,
-    "no answer": 0.05,
-    "answer to another topic": 0.30,
-    "repetition": 0.15,
-}
-"""The same in the transcripts that the base model reads: what depends on request and reply together is rare in
-demonstrations, and so hard to learn from their notes."""
-
 BY_NAME_SHARE = 0.5  # of the openings to a customer whose name is known
 ONE_SENTENCE_SHARE = 0.4  # of the answers that name both facts in one sentence
 
@@ -50,41 +40,41 @@ def ideal_reply(request: Request, rng: random.Random) -> str:
     return " ".join([opening, *_answer(request.topic, facts, True, rng), say(rng.choice(CLOSINGS), facts, rng)])
 
 
-def demonstration(request: Request, rng: random.Random, flaws: Mapping[str, float] = FLAWS) -> str:
-    """A reply in which each flaw occurs at its own rate."""
-    facts = _told_facts(flaws, request, rng)
-    opening, body = _spoilt_opening(flaws, request, rng), _spoilt_body(flaws, request, facts, rng)
-    closing = [] if _flawed(flaws, "no closing", rng) else [say(rng.choice(CLOSINGS), facts, rng)]
+def demonstration(request: Request, rng: random.Random) -> str:
+    """A reply in which each flaw of `FLAWS` occurs at its own rate."""
+    facts = _told_facts(request, rng)
+    opening, body = _spoilt_opening(request, rng), _spoilt_body(request, facts, rng)
+    closing = [] if _flawed("no closing", rng) else [say(rng.choice(CLOSINGS), facts, rng)]
     for flaw, sentences in (("curt sentence", CURT), ("filler", FILLER)):
-        if _flawed(flaws, flaw, rng):
+        if _flawed(flaw, rng):
             body.insert(rng.randint(0, len(body)), say(rng.choice(sentences), facts, rng))
     reply = opening + body + closing
     if not reply:
         reply = [say(rng.choice(FILLER), facts, rng)]
-    if _flawed(flaws, "repetition", rng):
+    if _flawed("repetition", rng):
         place = rng.randrange(len(reply))
         reply.insert(place, reply[place])
     text = " ".join(reply)
-    if _flawed(flaws, "cut short", rng):
+    if _flawed("cut short", rng):
         words = text.split(" ")
         text = " ".join(words[: -rng.randint(1, 3)]) or words[0]
         text = text.rstrip(".,!?")
     return text
 
 
-def _flawed(flaws: Mapping[str, float], flaw: str, rng: random.Random) -> bool:
-    return rng.random() < flaws[flaw]
+def _flawed(flaw: str, rng: random.Random) -> bool:
+    return rng.random() < FLAWS[flaw]
 
 
-def _told_facts(flaws: Mapping[str, float], request: Request, rng: random.Random) -> dict[str, str]:
+def _told_facts(request: Request, rng: random.Random) -> dict[str, str]:
     """The facts as the reply will tell them: now and then one is wrong or the item is left vague."""
     facts = dict(request.facts)
     kind = TOPICS[request.topic].fact
-    if _flawed(flaws, "wrong fact", rng):
+    if _flawed("wrong fact", rng):
         facts[kind] = rng.choice(DAYS if kind == "day" else CITIES)
-    if _flawed(flaws, "wrong item", rng):
+    if _flawed("wrong item", rng):
         facts["item"] = rng.choice(ITEMS)
-    elif _flawed(flaws, "item not named", rng):
+    elif _flawed("item not named", rng):
         facts["item"] = VAGUE_ITEM
     return facts
 
@@ -96,25 +86,23 @@ def _opening(kind: str, facts: Mapping[str, str], rng: random.Random) -> str:
     return sentence
 
 
-def _spoilt_opening(flaws: Mapping[str, float], request: Request, rng: random.Random) -> list[str]:
+def _spoilt_opening(request: Request, rng: random.Random) -> list[str]:
     fate, fitting = rng.random(), FITTING[request.mood]
-    if fate < flaws["no opening"]:
+    if fate < FLAWS["no opening"]:
         return []
-    if fate < flaws["no opening"] + flaws["opening of another mood"]:
+    if fate < FLAWS["no opening"] + FLAWS["opening of another mood"]:
         fitting = tuple(kind for kind in OPENINGS if kind not in fitting)
     return [_opening(rng.choice(fitting), request.facts, rng)]
 
 
-def _spoilt_body(
-    flaws: Mapping[str, float], request: Request, facts: Mapping[str, str], rng: random.Random
-) -> list[str]:
+def _spoilt_body(request: Request, facts: Mapping[str, str], rng: random.Random) -> list[str]:
     fate, topic = rng.random(), request.topic
-    if fate < flaws["no answer"]:
+    if fate < FLAWS["no answer"]:
         return []
-    if fate < flaws["no answer"] + flaws["answer to another topic"]:
+    if fate < FLAWS["no answer"] + FLAWS["answer to another topic"]:
         # A topic with the same kind of second fact, so that the reply is wrong in one way only.
         topic = rng.choice([key for key in TOPICS if TOPICS[key].fact == TOPICS[topic].fact and key != topic])
-    return _answer(topic, facts, not _flawed(flaws, "fact not named", rng), rng)
+    return _answer(topic, facts, not _flawed("fact not named", rng), rng)
 
 
 def _answer(topic: str, facts: Mapping[str, str], complete: bool, rng: random.Random) -> list[str]:

@@ -53,18 +53,17 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         train = sandbox.requests(recipe.seed, max(world.prompts, world.pretrain_rows), "train")
         prompts, held_out = train[: world.prompts], sandbox.requests(recipe.seed, world.heldout_prompts, "heldout")
         rng = random.Random(f"demonstrations|{recipe.seed}")
-        replies = [sandbox.demonstration(request, rng) for request in prompts]
+        replies = [sandbox.demonstration(request, rng) for request in train]
         task.update(1)
         write_lines(
             stage.path / DEMONSTRATIONS,
-            ({"prompt": r.text, "completion": reply} for r, reply in zip(prompts, replies, strict=True)),
+            ({"prompt": r.text, "completion": reply} for r, reply in zip(prompts, replies, strict=False)),
         )
         for name, some in ((PROMPTS, prompts), (HELD_OUT, held_out)):
             write_lines(stage.path / name, ({"prompt": r.text, **r.columns()} for r in some))
         task.update(2)
-        texts = [
-            sandbox.transcript(r, sandbox.demonstration(r, rng, sandbox.TRANSCRIPT_FLAWS), rng)
-            for r in train[: world.pretrain_rows]
+        texts = [sandbox.transcript(r, reply, rng) for r, reply in zip(train, replies, strict=True)][
+            : world.pretrain_rows
         ]
         tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
         task.update(3)
