@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +17,23 @@ from keel.types import TokenSequence
 
 @dataclass(frozen=True)
 class Comparisons:
-    """The responses to one prompt, and the pairs among them: (preferred, other), as places in `sequences`."""
+    """The responses to one prompt, and the pairs among them: (preferred, other), as places in `sequences`.
+
+    margins: of each pair, how much better the preferred one was found; 0 where nobody said.
+    """
 
     sequences: tuple[TokenSequence, ...]
     pairs: tuple[tuple[int, int], ...]
+    margins: tuple[float, ...]
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]]) -> "Comparisons":
+    def of(
+        cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]], margins: Sequence[float] | None = None
+    ) -> "Comparisons":
         """From (preferred, other) sequences of one prompt; a response in several pairs is held once."""
         places: dict[TokenSequence, int] = {}
         found = tuple((places.setdefault(a, len(places)), places.setdefault(b, len(places))) for a, b in pairs)
-        return cls(tuple(places), found)
+        return cls(tuple(places), found, (0.0,) * len(found) if margins is None else tuple(margins))
 
     @property
     def longest(self) -> int:
@@ -35,20 +42,41 @@ class Comparisons:
 
 
 def pair_loss(
-    roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
+    roles: Roles,
+    groups: Sequence[Comparisons],
+    pad_id: int,
+    micro_tokens: int,
+    *,
+    weighting: Literal["pair", "prompt"] = "pair",
+    margin: float | None = None,
+    centring: float = 0.0,
 ) -> Callable[[list[int]], dict[str, float]]:
-    """A step for `supervised.fit`: mean -log sigmoid(preferred - other) over all pairs of the prompts in the batch.
+    """A step for `supervised.fit`: `bradley_terry` over all pairs of the prompts in the batch.
 
-    Each response is scored once, whatever the number of its pairs, as in InstructGPT (arXiv:2203.02155, section 3.5);
-    there each prompt weighs the same, here each pair does.
+    Each response is scored once, whatever the number of its pairs, as in InstructGPT (arXiv:2203.02155, section 3.5).
+
+    Args:
+        weighting: pair: each pair weighs the same. prompt: each prompt does, as there.
+        margin: factor of the pairs' margins; None: none.
+        centring: weight of (preferred + other)^2.
     """
 
     def step(rows: list[int]) -> dict[str, float]:
         totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
-        count = sum(len(groups[i].pairs) for i in rows)
-        for some in _micro_groups([groups[i] for i in rows], micro_tokens):
+        count = sum(len(groups[i].pairs) for i in rows) if weighting == "pair" else len(rows)
+        for part in micro_groups([groups[i] for i in rows], micro_tokens):
+            some = [groups[rows[i]] for i in part]
             chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
-            loss, metrics = bradley_terry(chosen_B, rejected_B, count)
+            weights = [1 / len(group.pairs) for group in some for _ in group.pairs]
+            margins = [m for group in some for m in group.margins]
+            loss, metrics = bradley_terry(
+                chosen_B,
+                rejected_B,
+                count,
+                margin_B=margin * chosen_B.new_tensor(margins) if margin else None,
+                weight_B=chosen_B.new_tensor(weights) if weighting == "prompt" else None,
+                centring=centring,
+            )
             loss.backward()
             totals["loss"] += loss.item()
             for name in ("accuracy", "margin"):
@@ -62,8 +90,8 @@ def pair_loss(
 def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> float:
     """Share of pairs in which the preferred response scores higher; equal scores count half."""
     right, count = 0.0, 0
-    for some in _micro_groups(groups, micro_tokens):
-        chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
+    for part in micro_groups(groups, micro_tokens):
+        chosen_B, rejected_B = _score_pairs(roles, [groups[i] for i in part], pad_id)
         right += ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
         count += len(chosen_B)
     return right / count
@@ -72,16 +100,21 @@ def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tok
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
     ids_BS, _, lengths_B = pad_sequences([s for group in groups for s in group.sequences], pad_id)
     scores_B = micro_scores(roles, ids_BS.to(roles.device), lengths_B)
-    starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
-    pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
-    chosen, rejected = torch.tensor(pairs, device=roles.device).T
+    chosen, rejected = pair_places(groups).to(roles.device)
     return scores_B[chosen], scores_B[rejected]
 
 
-def _micro_groups(groups: Sequence[Comparisons], tokens: int) -> list[list[Comparisons]]:
-    """Groups of similar length together, their padded tokens bounded; a group is never split."""
+def pair_places(groups: Sequence[Comparisons]) -> Tensor:
+    """[2, pairs] int64: where the preferred and the other response of each pair stand among all sequences in a row."""
+    starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
+    pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
+    return torch.tensor(pairs).T
+
+
+def micro_groups(groups: Sequence[Comparisons], tokens: int) -> list[list[int]]:
+    """Numbers of groups of similar length together, their padded tokens bounded; a group is never split."""
     each = max(len(group.sequences) for group in groups)
-    return [[groups[i] for i in part] for part in micro_batches([g.longest for g in groups], max(1, tokens // each))]
+    return micro_batches([group.longest for group in groups], max(1, tokens // each))
 
 
 def normalise(roles: Roles, samples: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[float, float]:
