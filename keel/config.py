@@ -403,7 +403,7 @@ class Recipe(Section):
         if copy.reward:
             copy.reward.learning_rate = copy.reward.learning_rate or 1e-5 * more
         if copy.preference:
-            _resolve_preference(copy.preference, more)
+            _resolve_preference(copy.preference, copy.model.backbone)
         if copy.ppo:
             copy.ppo.policy.learning_rate = copy.ppo.policy.learning_rate or 1e-6 * more
             copy.ppo.critic.learning_rate = copy.ppo.critic.learning_rate or 1e-5 * more
@@ -417,10 +417,11 @@ class Recipe(Section):
         return copy
 
 
-def _resolve_preference(preference: PreferenceConfig, more: float) -> None:
+def _resolve_preference(preference: PreferenceConfig, backbone: str) -> None:
     loss = preference.loss
     preference.beta = preference.beta or (2.0 if loss == "simpo" else 0.1)
-    preference.learning_rate = preference.learning_rate or (8e-6 if loss == "orpo" else 1e-6) * more
+    full, adapters = (8e-6, 8e-5) if loss == "orpo" else (1e-6, 1e-5)
+    preference.learning_rate = preference.learning_rate or (adapters if backbone == "shared" else full)
     defaults = {
         "gamma": preference.beta / 2,
         "label_smoothing": 0.1,

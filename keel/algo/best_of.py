@@ -41,12 +41,26 @@ def best_of_log_ratio(below_B: Tensor, tied_logp_B: Tensor, n: int) -> Tensor:
     return n * log_f_B + log_growth_B - log_q_B
 
 
-def share_below(score_B: Tensor, others_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Of M independent responses to the same prompt: the shares that score lower, and the same, [B] each in float64.
+def rank_of(score_B: Tensor, logp_B: Tensor, others_BM: Tensor, same_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """F and log q of `best_of_log_ratio`, from M independent responses to the same prompt.
 
-    The first is at least 1 / (2M), as its logarithm is wanted. Measured on exact scores, M = 32 biases the KL by less
-    than 0.02 nats for n from 2 to 64; adding half a response to every count, instead, by more than 0.2 at n = 16.
+    The response's own probability p is known exactly, so only the rest is estimated, from the responses that differ:
+    F = (1 - p) * share of them below, q = p + (1 - p) * share of them with the same score. Where none is below, half a
+    response is, as the logarithm of F is wanted. With all scores different, M = max(32, n) and n from 2 to 64 the mean
+    came out less than 0.02 nats too low (half a response added to every count made it 0.23 at n = 16); with two scores
+    alone, M = 32 and n = 4 about 0.05 too high.
+
+    Args:
+        score_B: of the response.
+        logp_B: its log-probability, nats.
+        others_BM: scores of the others.
+        same_BM: bool, True where the other is the very same response.
     """
-    score_B1, responses = score_B[:, None], others_BM.shape[1]
-    below_B = (others_BM < score_B1).double().mean(1).clamp(min=0.5 / responses)
-    return below_B, (others_BM == score_B1).double().mean(1)
+    differs_BM = ~same_BM
+    count_B = differs_BM.sum(1).clamp(min=1).double()
+    below_B = (differs_BM & (others_BM < score_B[:, None])).sum(1).double()
+    tied_B = (differs_BM & (others_BM == score_B[:, None])).sum(1).double()
+    logp_B = logp_B.double()
+    part_B = -torch.expm1(logp_B) / count_B
+    lower_B = part_B * torch.minimum(below_B.clamp(min=0.5), count_B - tied_B)  # F + q is at most 1
+    return lower_B.clamp(min=1e-300), torch.logaddexp(logp_B, (part_B * tied_B).log())

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from keel.algo.best_of import best_of_bound, best_of_log_ratio, share_below
+from keel.algo.best_of import best_of_bound, best_of_log_ratio, rank_of
 from keel.evaluate.intervals import mean_interval
 from keel.rewards.base import Reward
 from keel.rollout.engine import Engine, Sampling
@@ -43,9 +43,16 @@ def best_of(
         step=step + 1,
         progress=(lambda done: progress(len(drawn) + done)) if progress else None,
     )
-    below_B, tied_B = share_below(scores_BN.amax(1), source.score(more).view(len(prompts), others))
-    own_logp_B = torch.where(taken.response_mask_BT, taken.sampler_logprobs_BT, 0.0).double().sum(1)
-    kl = best_of_log_ratio(below_B, torch.maximum(own_logp_B, tied_B.log()), n).tolist()
+    rows = more.sequences()
+    same = [
+        row == own
+        for own, start in zip(taken.sequences(), range(0, len(more), others), strict=True)
+        for row in rows[start : start + others]
+    ]
+    logp_B = torch.where(taken.response_mask_BT, taken.sampler_logprobs_BT, 0.0).double().sum(1)
+    shape = (len(prompts), others)
+    ranks = rank_of(scores_BN.amax(1), logp_B, source.score(more).view(shape), torch.tensor(same).view(shape))
+    kl = best_of_log_ratio(*ranks, n).tolist()
     return taken, {
         "n": n,
         "kl_bound": best_of_bound(n),

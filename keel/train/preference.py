@@ -104,6 +104,7 @@ def pair_loss(
     beta = settings.beta
     assert beta is not None
     four = (policy[0], policy[1], reference[0], reference[1])
+    free = (policy[0], policy[1], lengths[0], lengths[1])
     match settings.loss:
         case "dpo" | "cdpo":
             loss, metrics = dpo(*four, beta, count, settings.label_smoothing or 0.0)
@@ -114,9 +115,9 @@ def pair_loss(
             loss, metrics = ipo(*four, beta, count)
         case "simpo":
             assert settings.gamma is not None
-            loss, metrics = simpo(*policy, *lengths, beta, settings.gamma, count)
+            loss, metrics = simpo(*free, beta, settings.gamma, count)
         case "orpo":
-            loss, metrics = orpo(*policy, *lengths, beta, count)
+            loss, metrics = orpo(*free, beta, count)
         case "kto":
             raise AssertionError("kto takes thumbs, not pairs")
     if settings.likelihood:
@@ -206,7 +207,8 @@ def chance_above(up_B: Tensor, down_B: Tensor) -> float:
 
 
 Judgements = ReadResult[PreferencePair] | ReadResult[Thumb]
-Step = Callable[[list[int]], dict[str, float]]
+Work = tuple[int, Callable[[list[int]], dict[str, float]], Callable[[], dict[str, float]], dict[str, Any]]
+"""Rows to train on, a step over some of them, the held-out numbers, and what was found in the data."""
 
 
 def preference_stage(
@@ -236,7 +238,7 @@ def preference_stage(
         settings.checkpoint_every,
     )
     numbers = fit(run, stage, settings.loss, roles, "policy", rows, plan, step, measure)
-    if settings.loss not in REFERENCE_FREE and numbers["heldout_reward_chosen"] < 0:
+    if settings.loss not in (*REFERENCE_FREE, "kto") and numbers["heldout_reward_chosen"] < 0:
         run.console.line(
             "preferred responses are less likely now than under the SFT model, the others by still more: the loss sees "
             "their difference alone. preference.likelihood keeps the preferred ones up."
@@ -248,8 +250,7 @@ def preference_stage(
     )
 
 
-def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> tuple[int, Step, Any, dict[str, Any]]:
-    """Prompts to train on, a step over them, the held-out numbers, and what was found in the data."""
+def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> Work:
     settings, pad_id = run.recipe.preference, encoder.pad_id
     assert settings
     train, held = split_prompts(records, settings, run.recipe.seed, "preference")
@@ -263,12 +264,16 @@ def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> 
         return {f"heldout_{name}": numbers[name] for name in ("loss", "accuracy", "reward_chosen")}
 
     found = {"pairs": sum(map(len, train)), "prompts": len(train), "heldout_pairs": sum(map(len, held))}
-    step: Step = lambda rows: pair_pass(roles, pairs, rows, settings, pad_id)  # noqa: E731
-    return len(train), step, measure, found | accuracy_ceiling(run.recipe, held)
+    return (
+        len(train),
+        lambda rows: pair_pass(roles, pairs, rows, settings, pad_id),
+        measure,
+        found | accuracy_ceiling(run.recipe, held),
+    )
 
 
-def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> tuple[int, Step, Any, dict[str, Any]]:
-    """The same as `_pairs`, for thumbs. Raises DataError where one kind of thumb is missing on either side."""
+def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> Work:
+    """Raises DataError where one kind of thumb is missing on either side."""
     settings, pad_id = run.recipe.preference, encoder.pad_id
     assert settings
     train, held = split_prompts(records, settings, run.recipe.seed, "preference")
@@ -296,8 +301,7 @@ def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) ->
         )
         return {"heldout_accuracy": chance_above(up_B, down_B), "heldout_reward_chosen": up_B.mean().item()}
 
-    step: Step = lambda some: thumb_pass(roles, thumbs, some, settings, pad_id)  # noqa: E731
-    return len(rows), step, measure, found
+    return len(rows), lambda some: thumb_pass(roles, thumbs, some, settings, pad_id), measure, found
 
 
 def _reference(

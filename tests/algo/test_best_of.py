@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from keel.algo.best_of import best_of_bound, best_of_log_ratio, share_below
+from keel.algo.best_of import best_of_bound, best_of_log_ratio, rank_of
 
 
 def test_bound_by_hand():
@@ -52,6 +52,19 @@ def test_ties_are_one_choice():
     assert right.item() == pytest.approx(math.log((1 - 0.5**n) / 0.5))
 
 
-def test_shares_by_hand():
-    below, tied = share_below(torch.tensor([2.0, 0.0]), torch.tensor([[1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 2.0, 3.0]]))
-    assert below.tolist() == [0.25, 0.125] and tied.tolist() == [0.5, 0.0]
+def test_ranks_by_hand():
+    """p = 1/2; of four others one is the response itself, one is below, one ties, one is above."""
+    others, same = torch.tensor([[2.0, 1.0, 2.0, 3.0]]), torch.tensor([[True, False, False, False]])
+    half = torch.tensor([math.log(0.5)])
+    below, tied = rank_of(torch.tensor([2.0]), half, others, same)
+    assert below.item() == pytest.approx(0.5 / 3) and tied.exp().item() == pytest.approx(0.5 + 0.5 / 3)
+    below, tied = rank_of(torch.tensor([0.0]), half, others, ~same & same)  # none below: half of one
+    assert below.item() == pytest.approx(0.5 * 0.5 / 4) and tied.item() == pytest.approx(math.log(0.5))
+
+
+def test_ranks_at_the_ends_are_finite():
+    """A response of probability 1, and one of a probability that no float holds."""
+    logp, others = torch.tensor([0.0, -2000.0]), torch.ones(2, 3)
+    below, tied = rank_of(torch.ones(2), logp, others, torch.tensor([[True] * 3, [False] * 3]))
+    assert below.tolist() == pytest.approx([0, 0], abs=1e-12) and tied.exp().tolist() == [1.0, 1.0]
+    assert best_of_log_ratio(below, tied, 4).tolist() == pytest.approx([0, 0], abs=1e-9)  # all score the same

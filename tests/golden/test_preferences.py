@@ -1,13 +1,16 @@
 """Preference losses against OpenRLHF 0.11.2, to 1e-5. The files hold no gradients of these."""
 
+from torch import Tensor
+
 from keel.algo.preference import bradley_terry, dpo, ipo
 from tests.golden.cases import Case, same
 
 BETA = 0.1
 
 
-def four(case: Case):
-    return (case[f"in.dpo_{name}"] for name in ("pc", "pr", "rc", "rr"))
+def four(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Policy's and reference's log-probabilities, chosen and rejected."""
+    return case["in.dpo_pc"], case["in.dpo_pr"], case["in.dpo_rc"], case["in.dpo_rr"]
 
 
 def test_dpo(case: Case):

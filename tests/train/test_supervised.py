@@ -79,6 +79,33 @@ def test_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, tiny_model):
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
 
 
+def test_prompts_weigh_the_same_margins_are_asked_for_and_scores_are_drawn_to_zero(tiny_model):
+    """A prompt of three pairs and one of a single pair, each option against the formula on the scores."""
+    a, b, c, d, e = sequences(5, seed=3)
+    groups = [Comparisons.of([(a, b), (a, c), (b, c)], [1.0, 2.0, 0.0]), Comparisons.of([(d, e)], [3.0])]
+    roles = backbone("separate", tiny_model, ("reward",), ("reward",))
+    scores = [scores_B(roles, group.sequences, 0, 10_000) for group in groups]
+    chosen, rejected = (
+        torch.stack([s[pair[k]] for s, group in zip(scores, groups, strict=True) for pair in group.pairs])
+        for k in (0, 1)
+    )
+    ahead, margins = chosen - rejected, torch.tensor([1.0, 2.0, 0.0, 3.0])
+    each = -logsigmoid(ahead)
+    wanted = {
+        "weighting": (each[:3].mean() + each[3]) / 2,
+        "margin": -logsigmoid(ahead - 0.5 * margins).mean(),
+        "centring": (each + 0.1 * (chosen + rejected) ** 2).mean(),
+    }
+    options = {"weighting": "prompt", "margin": 0.5, "centring": 0.1}
+    plain = pair_loss(roles, groups, 0, 70)([0, 1])["loss"]
+    for name, want in wanted.items():
+        got = pair_loss(roles, groups, 0, 70, **{name: options[name]})([0, 1])
+        assert got["loss"] == pytest.approx(want.item(), abs=1e-5) and got["loss"] != pytest.approx(plain, abs=1e-4)
+    assert pair_loss(roles, groups, 0, 70, weighting="prompt")([0, 1])["margin"] == pytest.approx(
+        ((ahead[:3].mean() + ahead[3]) / 2).item(), abs=1e-5
+    )
+
+
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_the_reward_model_learns_its_pairs_and_is_normalised(kind, tiny_model):
     groups = groups_of(6)
