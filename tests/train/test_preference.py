@@ -132,19 +132,39 @@ def test_a_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, loss, tiny
 
 
 def test_dpo_of_a_batch_by_hand(tiny_model):
-    """Against log-probabilities of whole rows from the roles protocol, with a reference model of its own."""
-    groups, settings = groups_of(3), settings_of("dpo", beta=0.3, likelihood=0.5)
+    """Some prompts out of order, against log-probabilities of whole rows and a reference model of its own."""
+    groups, settings = groups_of(4), settings_of("dpo", beta=0.3, likelihood=0.5, micro_tokens=70)
     roles = backbone("separate", tiny_model, ("policy", "reference"), ("policy",))
     flat = [s for group in groups for s in group.sequences]
     sums = {role: logprobs_BT(roles, role, flat, 1.0, 0, 4000)[0].sum(1) for role in ("policy", "reference")}
-    got = pair_pass(roles, Pairs.of(groups, sums["reference"]), [0, 1, 2], settings, 0)
-    chosen, rejected = torch.tensor([(3 * g + a, 3 * g + b) for g in range(3) for a, b in groups[g].pairs]).T
+    got = pair_pass(roles, Pairs.of(groups, sums["reference"]), [3, 1], settings, 0)
+    chosen, rejected = torch.tensor([(3 * g + a, 3 * g + b) for g in (3, 1) for a, b in groups[g].pairs]).T
     ratio = sums["policy"] - sums["reference"]
     assert ratio.abs().min() > 1e-3
     nll = -sums["policy"] / torch.tensor([len(s.response_ids) for s in flat])
     want = (-logsigmoid(0.3 * (ratio[chosen] - ratio[rejected])) + 0.5 * nll[chosen]).mean()
     assert got["loss"] == pytest.approx(want.item(), rel=1e-4)
     assert got["reward_chosen"] == pytest.approx(0.3 * ratio[chosen].mean().item(), rel=1e-3, abs=1e-5)
+
+
+def test_kto_of_a_batch_by_hand(tiny_model):
+    """The same for thumbs, each with a reference of its own."""
+    encoder, batch = encoder_of(tiny_model), [7, 2, 5]
+    rows = judged(encoder, [[Thumb(p, good, True), Thumb(p, bad, False)] for p, good, bad in answers(6)])
+    roles = backbone("separate", tiny_model, ("policy",), ("policy",))
+    own, other = (
+        measured_B(roles, [getattr(r, n) for r in rows], encoder.pad_id, 4000) for n in ("sequence", "mismatched")
+    )
+    settings = settings_of("kto", undesirable_weight=1.5, likelihood=0.5, micro_tokens=70)
+    thumbs = Thumbs(rows, own - torch.arange(12.0), other - torch.arange(12.0) / 4)
+    got = thumb_pass(roles, thumbs, batch, settings, encoder.pad_id)
+    z = (7 + 2 + 5) / 4 / 3
+    # Row 2 is a thumb up with log-ratio 2, rows 7 and 5 are down with 7 and 5
+    losses = torch.sigmoid(0.1 * torch.tensor([z - 2.0, 7.0 - z, 5.0 - z])) * torch.tensor([1.0, 1.5, 1.5])
+    nll = -own[2] / len(rows[2].sequence.response_ids)
+    assert got["loss"] == pytest.approx((losses.mean() + 0.5 * nll).item(), rel=1e-4)
+    assert got["kto_baseline"] == pytest.approx(z, rel=1e-4) and got["reward_chosen"] == pytest.approx(0.2, rel=1e-3)
+    assert got["reward_rejected"] == pytest.approx(0.6, rel=1e-3) and got["accuracy"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
