@@ -131,6 +131,13 @@ def test_files_without_a_reward_are_evaluated_by_kl_and_shares(loss, file, files
     assert len(held) == 5
 
 
+def test_best_of_n_on_files_asks_the_prompts_that_the_reward_stage_holds_out(files):
+    reward = {"data": {"path": ["pairs.jsonl"]}, "batch": 8, "held_out": 8, "normalise_samples": 4}
+    assert keel("run", of_files(files, reward=reward, eval={"prompts": 8, "best_of": 2})) == 0
+    told = summary(Path("runs/x"))
+    assert told["best_of"]["score"]["after"] > told["score_sft"] and "gold" not in told["best_of"]
+
+
 def test_a_margin_reaches_the_reward_models_loss(files, capsys):
     reward = {"data": {"path": ["pairs.jsonl"]}, "batch": 8, "held_out": 8, "normalise_samples": 4}
     losses = []
