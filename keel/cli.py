@@ -20,12 +20,12 @@ from keel.errors import ConfigError, KeelError
 from keel.runs.console import Console
 
 HELP = """\
-Keel post-trains language models from human preferences: SFT, reward model, PPO.
+Keel post-trains language models from human preferences: SFT, reward model, PPO; or DPO and its relatives.
 
   keel run RECIPE.yaml        all stages of a recipe; done ones are skipped, a broken-off one goes on
-  keel sft|reward|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
+  keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
   keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
-  keel chat RUN               talk to a run: before and after PPO side by side
+  keel chat RUN               talk to a run: before and after training side by side
 
 Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
 All settings with their meaning: keel run RECIPE.yaml --help
@@ -67,7 +67,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "chat": _chat,
         **{
             stage: (lambda rest, console, stage=stage: _run(rest, console, stage))
-            for stage in ("sft", "reward", "ppo", "eval")
+            for stage in ("sft", "reward", "preference", "ppo", "eval")
         },
     }
     if command not in commands:
@@ -114,7 +114,7 @@ def _print_schedule(recipe: Recipe, console: Console) -> None:
     from keel.recipe import schedule
 
     for stage, sentence in schedule(recipe):
-        console.line(f"  {stage:<8} {sentence}")
+        console.line(f"  {stage:<10} {sentence}")
 
 
 def _chat(arguments: list[str], console: Console) -> None:
@@ -123,7 +123,7 @@ def _chat(arguments: list[str], console: Console) -> None:
     import tyro
 
     def flags(run: Annotated[str, tyro.conf.Positional], temperature: float | None = None) -> tuple[str, float | None]:
-        """Talk to a run: before and after PPO side by side.
+        """Talk to a run: before and after training side by side.
 
         Args:
             run: the run folder, such as runs/quickstart.

@@ -21,6 +21,13 @@ KL_HORIZON = 10_000
 """Episodes; same source."""
 LORA_RANK = 16
 CLIP = {"clip": 0.2, "cispo": 0.2, "gspo": 3e-4}
+LOSSES_OF = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("cdpo", "robust"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""The preference losses that a setting belongs to."""
 
 
 class Section(BaseModel):
@@ -158,12 +165,82 @@ class RewardConfig(Section):
     """Gradients are scaled down to this norm."""
     micro_tokens: Positive = 8192
     """Padded tokens per forward pass; bounds memory, never changes the result."""
+    weighting: Literal["pair", "prompt"] = "pair"
+    """What weighs the same in the loss: every pair, or every prompt, its pairs averaged [InstructGPT, equation 1]."""
+    margin: Rate | None = None
+    """Reads a column `margin` of the pairs: the preferred score is to be ahead by this many times it (score per unit of
+    the column) [Llama 2, arXiv:2307.09288, equation 2]. Null: no margin."""
+    centring: NonNegative = 0.0
+    """Weight of (chosen + rejected)^2, which draws scores towards 0 (1 / score^2) [arXiv:2312.09244; TRL recommends
+    0.01]. 0: none, as scores are normalised after training in any case."""
     held_out: Positive = 300
     """Pairs kept back (whole prompts), on which accuracy is measured."""
     normalise_samples: Annotated[int, Field(ge=2)] = 256
     """SFT samples over which the score is given mean 0 and sd 1."""
     checkpoint_every: Positive = 100
     """Optimizer steps between checkpoints."""
+
+
+class PreferenceConfig(Section):
+    """The policy straight from preferences, without reward model and sampling: DPO and its relatives."""
+
+    loss: Literal["dpo", "cdpo", "robust", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """dpo [arXiv:2305.18290]; cdpo: conservative DPO [Mitchell 2023]; robust [arXiv:2403.00409]; ipo
+    [arXiv:2310.12036]; simpo [arXiv:2405.14734]; orpo [arXiv:2403.07691]; kto, on thumbs [arXiv:2402.01306]. simpo and
+    orpo need no reference."""
+    data: SourceConfig | None = None
+    """Preference pairs; for kto thumbs, or pairs. Null in the sandbox: the reward stage's pairs, or its own where there
+    is no such stage."""
+    prompts: Positive | None = None
+    """Sandbox without a reward stage only: prompts that annotators are shown. Null: 1500."""
+    responses_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    """Sandbox without a reward stage only: replies per prompt that are ranked. Null: 4."""
+    max_prompts: Positive | None = None
+    """Train on at most so many prompts, drawn by seed. Null: all."""
+    beta: Rate | None = None
+    """Null: 0.1, simpo 2.0 [the papers' settings]. For dpo, cdpo, robust and kto reward per nat: less lets the policy
+    go further. For ipo the margin is led to 1 / (2 beta) nats. For simpo reward per nat and token, for orpo the weight
+    of the term of odds."""
+    gamma: NonNegative | None = None
+    """simpo only: the margin that is asked for (reward). Null: half of beta [the paper's Llama 3 8B Base]."""
+    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] | None = None
+    """cdpo and robust only: the share of labels that are taken to be wrong. Null: 0.1."""
+    desirable_weight: Rate | None = None
+    """kto only: weight of a thumb up. Null: 1 [the paper: weight x number of those up is to be 1 to 4/3 times that of
+    those down]."""
+    undesirable_weight: Rate | None = None
+    """kto only: weight of a thumb down. Null: 1."""
+    likelihood: NonNegative = 0.0
+    """Weight of an SFT term on the chosen responses, mean log-likelihood per token; keeps them likely where both fall
+    [arXiv:2404.19733: 1; Llama 3, arXiv:2407.21783: 0.2]. 0: none."""
+    epochs: Positive = 1
+    """Passes over the prompts."""
+    batch: Positive = 64
+    """Prompts per optimizer step, each with all its pairs; for kto responses [DPO, appendix B]."""
+    learning_rate: Rate | None = None
+    """Peak. Null: with backbone separate 1e-6 [DPO, appendix B; SimPO: 3e-7 to 1e-6; KTO: 5e-7 to 5e-6], orpo 8e-6
+    [ORPO, section 5]; ten times more with shared."""
+    warmup: Fraction = 0.1
+    """Share of the steps over which the rate rises; it falls linearly to 0 after [SimPO: 10 %]."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+    micro_tokens: Positive = 8192
+    """Padded tokens per forward pass; bounds memory, never changes the result."""
+    held_out: Positive = 300
+    """Pairs kept back (whole prompts), on which accuracy is measured; for kto responses."""
+    checkpoint_every: Positive = 100
+    """Optimizer steps between checkpoints."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        for name, losses in LOSSES_OF.items():
+            if getattr(self, name) is not None and self.loss not in losses:
+                raise ValueError(f"{name} does nothing with loss {self.loss}: it belongs to {' and '.join(losses)}")
+        if self.loss == "orpo" and self.likelihood:
+            raise ValueError("likelihood does nothing that loss orpo does not do: it holds that term, with weight 1")
+        if self.loss == "kto" and self.batch < 2:
+            raise ValueError("loss kto measures its baseline on other responses of the batch; batch must be at least 2")
+        return self
 
 
 class PolicyConfig(Section):
@@ -381,7 +458,10 @@ class EvalConfig(Section):
     """Before and after, on prompts that training did not see."""
 
     prompts: Positive = 200
-    """Held-out prompts: of the sandbox's held-out split, else kept back from ppo.data."""
+    """Held-out prompts: of the sandbox's held-out split, else kept back from ppo.data, else those of the pairs that
+    preference or reward holds out."""
+    best_of: Annotated[int, Field(ge=2)] | None = None
+    """Also judge the best of so many SFT responses to each prompt by the reward, which trains nothing. Null: not."""
     shown: Annotated[int, Field(ge=0)] = 4
     """Before/after samples printed side by side."""
 
@@ -405,6 +485,8 @@ class Recipe(Section):
     """Supervised fine-tuning."""
     reward: RewardConfig | None = None
     """The reward model."""
+    preference: PreferenceConfig | None = None
+    """DPO and its relatives, in PPO's place."""
     ppo: PpoConfig | None = None
     """PPO."""
     eval: EvalConfig | None = None
@@ -442,15 +524,18 @@ class Recipe(Section):
             copy.sft.learning_rate = copy.sft.learning_rate or (2e-4 if copy.sft.tuning == "lora" else 2e-5)
         if copy.reward:
             copy.reward.learning_rate = copy.reward.learning_rate or 1e-5 * more
+        if copy.preference:
+            _resolve_preference(copy.preference, copy.model.backbone)
         if copy.ppo:
             copy.ppo.policy.learning_rate = copy.ppo.policy.learning_rate or 1e-6 * more
             _resolve_ppo(copy.ppo, 1e-5 * more)
         if copy.ppo and copy.ppo.kl.controller == "adaptive":
             copy.ppo.kl.target = copy.ppo.kl.target or KL_TARGET
             copy.ppo.kl.horizon = copy.ppo.kl.horizon or KL_HORIZON
-        if copy.reward and copy.sandbox:
-            copy.reward.prompts = copy.reward.prompts or 1500
-            copy.reward.responses_per_prompt = copy.reward.responses_per_prompt or 4
+        ranked = copy.reward or copy.preference
+        if ranked and copy.sandbox:
+            ranked.prompts = ranked.prompts or 1500
+            ranked.responses_per_prompt = ranked.responses_per_prompt or 4
         return copy
 
 
@@ -468,8 +553,30 @@ def _resolve_ppo(ppo: PpoConfig, critic_rate: float) -> None:
     policy.aggregation = policy.aggregation or ("constant" if ppo.advantage == "dr_grpo" else usual)
 
 
+def _resolve_preference(preference: PreferenceConfig, backbone: str) -> None:
+    loss = preference.loss
+    preference.beta = preference.beta or (2.0 if loss == "simpo" else 0.1)
+    full, adapters = (8e-6, 8e-5) if loss == "orpo" else (1e-6, 1e-5)
+    preference.learning_rate = preference.learning_rate or (adapters if backbone == "shared" else full)
+    defaults = {
+        "gamma": preference.beta / 2,
+        "label_smoothing": 0.1,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+    }
+    for name, losses in LOSSES_OF.items():
+        if loss in losses and getattr(preference, name) is None:
+            setattr(preference, name, defaults[name])
+
+
 def _check_sandbox(recipe: Recipe) -> None:
-    stages = {"sft": recipe.sft, "reward": recipe.reward, "ppo": recipe.ppo, "ppo.ptx": recipe.ppo and recipe.ppo.ptx}
+    stages = {
+        "sft": recipe.sft,
+        "reward": recipe.reward,
+        "preference": recipe.preference,
+        "ppo": recipe.ppo,
+        "ppo.ptx": recipe.ppo and recipe.ppo.ptx,
+    }
     if (recipe.model.path == "sandbox") != (recipe.sandbox is not None):
         raise ValueError("model.path sandbox and the section sandbox belong together; give both or neither")
     for name, stage in stages.items():
@@ -481,11 +588,25 @@ def _check_sandbox(recipe: Recipe) -> None:
             raise ValueError(f"{name}.data is missing: name a file as {name}.data.path")
         if stage.data and stage.data.first_words and name != "ppo":
             raise ValueError(f"{name}.data.first_words does nothing: only prompts are cut to their first words")
+    for name, stage in (("reward", recipe.reward), ("preference", recipe.preference)):
+        if stage is None or not (stage.prompts or stage.responses_per_prompt):
+            continue
+        if not recipe.sandbox:
+            raise ValueError(
+                f"{name}.prompts and {name}.responses_per_prompt do nothing outside the sandbox; remove them"
+            )
+        if name == "preference" and recipe.reward:
+            raise ValueError(
+                "preference.prompts and preference.responses_per_prompt do nothing: the pairs are those that the "
+                "reward stage collects"
+            )
+        if (stage.prompts or 0) > recipe.sandbox.prompts:
+            raise ValueError(f"{name}.prompts {stage.prompts} is more than sandbox.prompts {recipe.sandbox.prompts}")
     reward = recipe.reward
-    if reward and not recipe.sandbox and (reward.prompts or reward.responses_per_prompt):
-        raise ValueError("reward.prompts and reward.responses_per_prompt do nothing outside the sandbox; remove them")
-    if recipe.sandbox and reward and (reward.prompts or 0) > recipe.sandbox.prompts:
-        raise ValueError(f"reward.prompts {reward.prompts} is more than sandbox.prompts {recipe.sandbox.prompts}")
+    if recipe.sandbox and reward and reward.margin:
+        raise ValueError("reward.margin does nothing in the sandbox, whose annotators do not say how sure they are")
+    if recipe.sandbox and reward and reward.weighting == "prompt" and reward.responses_per_prompt == 2:
+        raise ValueError("reward.weighting prompt does nothing with responses_per_prompt 2: a prompt has one pair")
     if recipe.sandbox and recipe.eval and recipe.eval.prompts > recipe.sandbox.heldout_prompts:
         raise ValueError(
             f"eval.prompts {recipe.eval.prompts} is more than sandbox.heldout_prompts {recipe.sandbox.heldout_prompts}"
@@ -497,7 +618,15 @@ def _check_stages(recipe: Recipe) -> None:
         raise ValueError("ppo.reward is model, but there is no reward stage; add `reward:` or name a function")
     if recipe.ppo and recipe.ppo.reward != "model" and recipe.reward is not None:
         raise ValueError(f"the reward stage does nothing: ppo.reward is {recipe.ppo.reward}; remove one of the two")
-    if recipe.eval and not recipe.ppo:
-        raise ValueError("eval compares PPO with what it started from, but there is no ppo stage")
+    if recipe.ppo and recipe.preference:
+        raise ValueError(
+            "preference and ppo both make the final policy from the SFT model; give one, or two recipes of the same sft"
+        )
+    if recipe.eval and not (recipe.ppo or recipe.preference or recipe.eval.best_of):
+        raise ValueError(
+            "eval compares with the SFT model, but there is no ppo stage, no preference stage and no best_of"
+        )
+    if recipe.eval and recipe.eval.best_of and not (recipe.reward or recipe.ppo):
+        raise ValueError("eval.best_of takes the best by a reward, but there is none; add `reward:`")
     if recipe.sandbox and not recipe.sft:
         raise ValueError("the sandbox's base model needs an sft stage before it answers")

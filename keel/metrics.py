@@ -26,11 +26,15 @@ class Metric:
 
 
 _ALL = [
-    Metric("loss", "nats", "mean", "loss per supervised token (sft) or per pair (reward)"),
+    Metric("loss", "nats", "mean", "loss per supervised token (sft), pair (reward, preference) or thumb (kto)"),
     Metric("heldout_loss", "nats", "last", "the same on rows kept back"),
     Metric("accuracy", "share", "mean", "pairs in which the preferred response scores higher", (0.5, 1.0)),
     Metric("heldout_accuracy", "share", "last", "the same on pairs kept back", (0.5, 1.0)),
     Metric("margin", "score", "mean", "score of the preferred response minus the other's"),
+    Metric("reward_chosen", "reward", "mean", "reward that a preference loss implies, of preferred responses"),
+    Metric("reward_rejected", "reward", "mean", "the same of the others; a loss of differences may let both fall"),
+    Metric("heldout_reward_chosen", "reward", "last", "reward_chosen on rows kept back"),
+    Metric("kto_baseline", "nats", "last", "KTO's estimate of the KL to the reference, at least 0"),
     Metric("grad_norm", "1", "mean", "norm of the gradient before it is clipped"),
     Metric("learning_rate", "1", "last", "learning rate of the step"),
     Metric("tokens", "tokens", "sum", "tokens that carried loss"),

@@ -11,7 +11,7 @@ import tyro
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from keel.config import Recipe, RewardConfig
+from keel.config import PreferenceConfig, Recipe, RewardConfig
 from keel.errors import ConfigError
 
 _CUT = "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution"
@@ -130,12 +130,9 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
             )
         )
     if recipe.reward:
-        reward = recipe.reward
-        if world and reward.prompts and reward.responses_per_prompt:
-            k = reward.responses_per_prompt
-            pairs = reward.prompts * k * (k - 1) // 2
-            rows.append(("reward", f"{reward.prompts} prompts x {k} replies ranked: up to {pairs} pairs"))
-        rows.append(("reward", _reward_passes(reward)))
+        rows += [("reward", sentence) for sentence in _pair_passes(recipe.reward)]
+    if recipe.preference:
+        rows += [("preference", sentence) for sentence in _pair_passes(recipe.preference)]
     if recipe.ppo:
         ppo = recipe.ppo
         steps = ppo.updates * ppo.epochs * ppo.minibatches
@@ -160,7 +157,10 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
             )
         )
     if recipe.eval:
-        rows.append(("eval", f"{recipe.eval.prompts} held-out prompts, one response before and one after"))
+        trained = ", one response before and one after" if recipe.ppo or recipe.preference else ", one response"
+        rows.append(("eval", f"{recipe.eval.prompts} held-out prompts{trained}"))
+        if recipe.eval.best_of:
+            rows.append(("eval", f"the best of {recipe.eval.best_of} responses of the SFT model to each of them"))
     return rows
 
 
@@ -172,9 +172,18 @@ def _passes(epochs: int, batch: int, rows: int | None, held_out: int, what: str)
     return f"{epochs} pass(es) over up to {used} {what} ({held_out} held out), {batch} a step = {steps} optimizer steps"
 
 
-def _reward_passes(reward: RewardConfig) -> str:
-    most = f"at most {reward.max_prompts} prompts" if reward.max_prompts else "all prompts"
-    return (
-        f"{reward.epochs} pass(es) over {most} with their pairs, less those of {reward.held_out} pairs held out, "
-        f"{reward.batch} prompts a step"
-    )
+def _pair_passes(settings: RewardConfig | PreferenceConfig) -> list[str]:
+    sentences = []
+    if settings.prompts and settings.responses_per_prompt:
+        k = settings.responses_per_prompt
+        pairs = settings.prompts * k * (k - 1) // 2
+        sentences.append(f"{settings.prompts} prompts x {k} replies ranked: up to {pairs} pairs")
+    most = f"at most {settings.max_prompts} prompts" if settings.max_prompts else "all prompts"
+    what = ("pairs", "prompts")
+    if isinstance(settings, PreferenceConfig) and settings.loss == "kto":
+        what = ("thumbs", "thumbs")
+    return [
+        *sentences,
+        f"{settings.epochs} pass(es) over {most} with their {what[0]}, less those of {settings.held_out} {what[0]} "
+        f"held out, {settings.batch} {what[1]} a step",
+    ]

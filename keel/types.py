@@ -57,11 +57,24 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two replies to one prompt, of which people preferred the first."""
+    """Two replies to one prompt, of which people preferred the first.
+
+    margin: how much better it was found, in the unit of its file; 0 where no one asked for it.
+    """
 
     prompt: Prompt
     chosen: str
     rejected: str
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class Thumb:
+    """A reply with a thumb up (desirable) or down, without another to compare it with."""
+
+    prompt: Prompt
+    response: str
+    desirable: bool
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from keel.models.loading import load_causal_lm, load_tokenizer
 from keel.models.roles import Role
 from keel.models.separate import SeparateRoles
 from keel.models.shared import SharedRoles
+from keel.train.reward import Comparisons
 from keel.types import Prompt, TokenSequence
 
 
@@ -83,3 +84,10 @@ def sequences(count: int, seed: int = 0) -> list[TokenSequence]:
         TokenSequence(tuple(draw(5, 300) for _ in range(draw(3, 9))), tuple(draw(5, 300) for _ in range(draw(1, 12))))
         for _ in range(count)
     ]
+
+
+def comparisons(count: int) -> list[Comparisons]:
+    """Prompts with three responses each and all their pairs, the first the best."""
+    flat = sequences(3 * count, seed=3)
+    flat = [TokenSequence(flat[i - i % 3].prompt_ids, s.response_ids) for i, s in enumerate(flat)]
+    return [Comparisons.of([(a, b), (a, c), (b, c)]) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]

@@ -1,4 +1,4 @@
-"""Reading demonstrations, preference pairs and prompts, by shape and without flags.
+"""Reading demonstrations, preference pairs, thumbs and prompts, by shape and without flags.
 
 Files: `.jsonl` (one object a line), `.json` (one list of objects), each also as `.gz`; any other suffix is plain text,
 one prompt a line. Shapes (the first that a row has all fields of; `columns` maps our names to the file's):
@@ -7,12 +7,14 @@ one prompt a line. Shapes (the first that a row has all fields of; `columns` map
     preferences      prompt + chosen + rejected | conversations + chosen + rejected (ShareGPT)
                      chosen + rejected (whole transcripts or message lists that share all but the last turn)
                      instruction (+ input) + output_1 + output_2 + preference (1 or 2; 0 is a tie)
+    thumbs           those of demonstrations + label (true or false); or those of preferences, both replies judged
     prompts          prompt | instruction (+ input) | question, other columns kept; or lines of text
 
 A text field may hold a string, one message or a list of messages (role/content or from/value). A null is an absent
 field. Every row is kept as it is, repaired and counted, dropped and counted, or refused with its place.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,7 @@ from typing import Generic, TypedDict, TypeVar
 from keel.data.fields import OPTIONAL, ROLES, Shape, Turn, View, missing_fields, view_row
 from keel.data.files import read_files
 from keel.errors import DataError
-from keel.types import Demonstration, PreferencePair, Prompt
+from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 
 Record = TypeVar("Record")
 Paths = str | Path | Sequence[str | Path]
@@ -41,6 +43,7 @@ PREFERENCE_SHAPES: tuple[Shape, ...] = (
     ("chosen", "rejected"),
     ("instruction", "output_1", "output_2", "preference"),
 )
+THUMB_SHAPES: tuple[Shape, ...] = tuple((*shape, "label") for shape in DEMONSTRATION_SHAPES)
 PROMPT_SHAPES: tuple[Shape, ...] = (("prompt",), ("instruction",), ("question",))
 
 
@@ -80,12 +83,48 @@ def read_demonstrations(path: Paths, columns: Mapping[str, str] | None = None) -
     return _read(path, columns, DEMONSTRATION_SHAPES, "demonstration", _demonstration)
 
 
-def read_preferences(path: Paths, columns: Mapping[str, str] | None = None) -> ReadResult[PreferencePair]:
+def read_preferences(
+    path: Paths, columns: Mapping[str, str] | None = None, *, margin: bool = False
+) -> ReadResult[PreferencePair]:
     """Pairs of replies, the preferred one first; ties, identical pairs and empty replies are dropped and counted.
+
+    Args:
+        path, columns: as for `read_demonstrations`.
+        margin: every row must have a field `margin` too, a number of at least 0. Without it such a column is one of
+            the others.
+
+    Raises:
+        DataError: as for `read_demonstrations`.
+    """
+    shapes = tuple((*shape, "margin") for shape in PREFERENCE_SHAPES) if margin else PREFERENCE_SHAPES
+    return _read(path, columns, shapes, "preference pair", _preference)
+
+
+def read_thumbs(path: Paths, columns: Mapping[str, str] | None = None) -> ReadResult[Thumb]:
+    """Replies with a thumb up or down; of preference pairs, which the files may hold as well, see `thumbs_of`.
 
     Args and errors as for `read_demonstrations`.
     """
-    return _read(path, columns, PREFERENCE_SHAPES, "preference pair", _preference)
+    read = _read(path, columns, THUMB_SHAPES + PREFERENCE_SHAPES, "thumb", _thumb)
+    thumbs = [record for record in read.records if isinstance(record, Thumb)]
+    pairs = [record for record in read.records if isinstance(record, PreferencePair)]
+    return ReadResult(thumbs + thumbs_of(pairs), read.counts, read.sha256)
+
+
+def thumbs_of(pairs: Sequence[PreferencePair]) -> list[Thumb]:
+    """Each reply of the pairs once: a thumb up where it won more of its pairs than it lost, down where fewer.
+
+    A single pair gives both. Of a ranking that was cut into pairs it is the upper half and the lower half, without the
+    one in the middle; a reply that won as often as it lost says nothing.
+    """
+    won: dict[tuple[tuple[str, ...], str], int] = {}
+    prompts: dict[tuple[tuple[str, ...], str], Prompt] = {}
+    for pair in pairs:
+        asked = tuple(message["content"] for message in pair.prompt.messages)
+        for reply, point in ((pair.chosen, 1), (pair.rejected, -1)):
+            prompts.setdefault((asked, reply), pair.prompt)
+            won[asked, reply] = won.get((asked, reply), 0) + point
+    return [Thumb(prompts[key], key[1], points > 0) for key, points in won.items() if points]
 
 
 def read_prompts(
@@ -125,7 +164,11 @@ class _Drop(Exception):
 def _demonstration(view: View) -> Demonstration:
     if view.row.cells.get("label") is False:  # a file of thumbs, and this one points down
         raise _Drop("label is false")
-    if view.shape == ("messages",):
+    return _answer(view)
+
+
+def _answer(view: View) -> Demonstration:
+    if view.shape[0] == "messages":
         *turns, last = view.turns("messages", "user") or [{}]
         if last.get("role") != "assistant":
             raise _Drop("last turn is not the assistant's")
@@ -134,8 +177,18 @@ def _demonstration(view: View) -> Demonstration:
     return Demonstration(_prompt(view, view.prompt_turns(), reply), reply)
 
 
+def _thumb(view: View) -> Thumb | PreferencePair:
+    if "label" not in view.shape:
+        return _preference(view)
+    label, answer = view.fields["label"], _answer(view)
+    up = {"true": True, "1": True, "false": False, "0": False}.get(str(label).strip().lower().removesuffix(".0"))
+    if up is None:
+        raise view.refuse(f"label is {label!r}.", "Write true or false (or 1 or 0).")
+    return Thumb(answer.prompt, answer.response, up)
+
+
 def _preference(view: View) -> PreferencePair:
-    if view.shape[-1] == "preference":
+    if "preference" in view.shape:
         order = ("output_1", "output_2") if _preferred(view) == 1 else ("output_2", "output_1")
         turns, (chosen, rejected) = view.prompt_turns(), (view.reply(name) for name in order)
     else:
@@ -143,26 +196,38 @@ def _preference(view: View) -> PreferencePair:
     prompt = _prompt(view, turns, chosen, rejected)
     if chosen.strip() == rejected.strip():
         raise _Drop("identical pair")
-    return PreferencePair(prompt, chosen, rejected)
+    return PreferencePair(prompt, chosen, rejected, _margin(view) if "margin" in view.shape else 0.0)
 
 
 def _preferred(view: View) -> int:
     """1 or 2, whatever the type it was written in."""
-    value = view.fields["preference"]
-    try:
-        number = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
+    number = _number(view.fields["preference"])
     if number == 0:
         raise _Drop("tie")
     if number not in (1, 2):
+        value = view.fields["preference"]
         raise view.refuse(f"preference is {value!r}.", "Write 1 or 2 for the better output, or 0 for a tie.")
     return int(number)
 
 
+def _margin(view: View) -> float:
+    number = _number(view.fields["margin"])
+    if not 0 <= number < math.inf:
+        raise view.refuse(f"margin is {view.fields['margin']!r}.", "Write a number of at least 0.")
+    return number
+
+
+def _number(value: object) -> float:
+    """The value of a number that may have been written as text; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
 def _shared_prompt(view: View) -> tuple[list[Turn], str, str]:
     """The prompt and the two replies: the prompt is explicit, or all but the last turn of both transcripts, or both."""
-    explicit = view.prompt_turns() if len(view.shape) == 3 else []
+    explicit = view.prompt_turns() if view.shape[0] != "chosen" else []
     replies = [view.fields[name] for name in ("chosen", "rejected")]
     if not explicit and all(isinstance(text, str) for text in replies):
         chosen, rejected = (_transcript(view, name) for name in ("chosen", "rejected"))

@@ -1,4 +1,4 @@
-"""Talking to a run: the model before PPO and the one after it answer side by side."""
+"""Talking to a run: the model before PPO (or DPO and its relatives) and the one after it answer side by side."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     quiet_transformers()
     run = RunFolder(folder)
     recipe = Recipe.model_validate(run.manifest()["recipe"])
-    places = {"before": _start(run, recipe), "after": run.stage("ppo").model}
+    places = {"before": _start(run, recipe), "after": run.stage("ppo" if recipe.ppo else "preference").model}
     missing = [str(place) for place in places.values() if not _is_model(place)]
     if missing:
         raise RunError(

@@ -1,6 +1,6 @@
-"""What PPO changed: two sets of responses to the same held-out prompts, side by side."""
+"""What training changed: two sets of responses to the same held-out prompts, side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,24 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def mean_of(name: str, scores: Tensor) -> dict[str, Any]:
+    """Mean, standard deviation and interval of scores [B], under that name."""
+    values = scores.tolist()
+    return {
+        name: float(np.mean(values)),
+        f"{name}_sd": float(np.std(values)),
+        f"{name}_interval": mean_interval(values),
+    }
+
+
 def compare_scores(before: Tensor, after: Tensor) -> dict[str, Any]:
     """Means with intervals, standard deviations and the win rate of one kind of score, [B] before and after."""
-    old, new = before.tolist(), after.tolist()
-    rate = win_rate(old, new)
+    rate = win_rate(before.tolist(), after.tolist())
     return {
-        "before": float(np.mean(old)),
-        "before_sd": float(np.std(old)),
-        "before_interval": mean_interval(old),
-        "after": float(np.mean(new)),
-        "after_sd": float(np.std(new)),
-        "after_interval": mean_interval(new),
+        **mean_of("before", before),
+        **mean_of("after", after),
         "win_rate": rate,
-        "win_rate_interval": wilson(rate, len(new)),
+        "win_rate_interval": wilson(rate, len(after)),
     }
 
 
@@ -47,17 +52,14 @@ def kl_per_response(policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) ->
     return torch.where(mask_BT, policy_BT - reference_BT, 0.0).sum(1).tolist()
 
 
-def side_by_side(before: Rollouts, after: Rollouts, old: Tensor, new: Tensor) -> list[dict[str, Any]]:
-    """Each prompt with both responses and their scores."""
-    return [
-        {
-            "prompt": before.prompts[b].text,
-            "before": before.texts[b],
-            "after": after.texts[b],
-            "score_before": old[b].item(),
-            "score_after": new[b].item(),
-            "finish_before": before.finish[b],
-            "finish_after": after.finish[b],
-        }
-        for b in range(len(before))
-    ]
+def side_by_side(sides: Mapping[str, tuple[Rollouts, Tensor | None]]) -> list[dict[str, Any]]:
+    """Each prompt with the response of each side, its score where there is one, and why it ended."""
+    rows: list[dict[str, Any]] = []
+    for b, prompt in enumerate(next(iter(sides.values()))[0].prompts):
+        row: dict[str, Any] = {"prompt": prompt.text}
+        for name, (rollouts, scores) in sides.items():
+            row |= {name: rollouts.texts[b], f"finish_{name}": rollouts.finish[b]}
+            if scores is not None:
+                row[f"score_{name}"] = scores[b].item()
+        rows.append(row)
+    return rows

@@ -20,9 +20,10 @@ from keel.runs.interrupt import Interrupt
 from keel.train import stages, world
 from keel.train.assess import eval_stage
 from keel.train.context import Run
+from keel.train.preference import preference_stage
 from keel.train.summary import draw, summarise
 
-STAGES = ("base", "sft", "reward", "ppo", "eval")
+STAGES = ("base", "sft", "reward", "preference", "ppo", "eval")
 UNIMPORTANT = {"checkpoint_every", "shown"}
 """Settings that change no result: a stage made with another value is the same stage."""
 
@@ -77,6 +78,7 @@ class Pipeline:
                 {"data": rows.pairs.sha256 if rows.pairs else "sandbox"},
                 lambda s: stages.reward_stage(self.run, s, start, rows.pairs, data),
             )
+        policy = self._preference(start, rows, data) if recipe.preference and self._reaches("preference") else None
         if rows.prompts and recipe.ppo and self._reaches("ppo"):
             inputs: dict[str, Any] = {"data": rows.prompts.sha256}
             if recipe.ppo.data:  # what is held out of the file is not trained on
@@ -87,11 +89,20 @@ class Pipeline:
                 inputs["ptx_data"] = rows.ptx.sha256
             policy = self._stage("ppo", inputs, lambda s: stages.ppo_stage(self.run, s, start, reward_folder, rows))
             draw(self.run, self.results.get("base", {}).get("gold_best"))
-            if recipe.eval and self._reaches("eval"):
-                held_out = rows.heldout_prompts
-                self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
-                summarise(self.run, self.results)
+        if recipe.eval and self._reaches("eval"):
+            held_out = rows.heldout_prompts
+            self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
+            summarise(self.run, self.results)
         self._manifest()
+
+    def _preference(self, start: Path | str, rows: stages.Inputs, data: Path) -> Path:
+        read = rows.preferences
+        ranked = self.run.folder.stage("reward").path / world.PREFERENCES if self.recipe.reward else None
+        return self._stage(
+            "preference",
+            {"data": read.sha256 if read else "sandbox"},
+            lambda s: preference_stage(self.run, s, start, read, data, ranked),
+        )
 
     def _reaches(self, name: str) -> bool:
         return self.only is None or STAGES.index(name) <= STAGES.index(self.only)

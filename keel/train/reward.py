@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,18 +19,24 @@ from keel.types import TokenSequence
 
 @dataclass(frozen=True)
 class Comparisons:
-    """The responses to one prompt, and the pairs among them: (preferred, other), as places in `sequences`."""
+    """The responses to one prompt, and the pairs among them: (preferred, other), as places in `sequences`.
+
+    margins: of each pair, how much better the preferred one was found; 0 where nobody said.
+    """
 
     sequences: tuple[TokenSequence, ...]
     pairs: tuple[tuple[int, int], ...]
+    margins: tuple[float, ...]
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]]) -> "Comparisons":
+    def of(
+        cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]], margins: Sequence[float] | None = None
+    ) -> "Comparisons":
         """From (preferred, other) sequences of one prompt; a response in several pairs is held once."""
         assert len({s.prompt_ids for pair in pairs for s in pair}) == 1, "pairs of several prompts"
         places: dict[TokenSequence, int] = {}
         found = tuple((places.setdefault(a, len(places)), places.setdefault(b, len(places))) for a, b in pairs)
-        return cls(tuple(places), found)
+        return cls(tuple(places), found, (0.0,) * len(found) if margins is None else tuple(margins))
 
     @property
     def longest(self) -> int:
@@ -38,25 +45,46 @@ class Comparisons:
 
 
 def pair_loss(
-    roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
+    roles: Roles,
+    groups: Sequence[Comparisons],
+    pad_id: int,
+    micro_tokens: int,
+    *,
+    weighting: Literal["pair", "prompt"] = "pair",
+    margin: float | None = None,
+    centring: float = 0.0,
 ) -> Callable[[list[int]], dict[str, float]]:
-    """A step for `supervised.fit`: mean -log sigmoid(preferred - other) over all pairs of the prompts in the batch.
+    """A step for `supervised.fit`: `bradley_terry` over all pairs of the prompts in the batch.
 
-    Each response is scored once, whatever the number of its pairs, as in InstructGPT (arXiv:2203.02155, section 3.5);
-    there each prompt weighs the same, here each pair does.
+    Each response is scored once, whatever the number of its pairs, as in InstructGPT (arXiv:2203.02155, section 3.5).
+
+    Args:
+        weighting: pair: each pair weighs the same. prompt: each prompt does, as there.
+        margin: factor of the pairs' margins; None: none.
+        centring: weight of (preferred + other)^2.
     """
 
     parameters, workers = list(roles.parameters("reward").values()), roles.workers("reward")
 
     def step(rows: list[int]) -> dict[str, float]:
-        count = sum(len(groups[i].pairs) for i in rows)
+        count = sum(len(groups[i].pairs) for i in rows) if weighting == "pair" else len(rows)
 
-        def loss_of(some: list[Comparisons]) -> tuple[Tensor, dict[str, float]]:
+        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
+            some = [groups[rows[i]] for i in part]
             chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
-            loss, metrics = bradley_terry(chosen_B, rejected_B, count)
+            weights = [1 / len(group.pairs) for group in some for _ in group.pairs]
+            margins = [m for group in some for m in group.margins]
+            loss, metrics = bradley_terry(
+                chosen_B,
+                rejected_B,
+                count,
+                margin_B=margin * chosen_B.new_tensor(margins) if margin else None,
+                weight_B=chosen_B.new_tensor(weights) if weighting == "prompt" else None,
+                centring=centring,
+            )
             return loss, {"loss": loss.item(), **{name: metrics[name].item() for name in ("accuracy", "margin")}}
 
-        parts = _micro_groups([groups[i] for i in rows], micro_tokens, workers)
+        parts = micro_groups([groups[i] for i in rows], micro_tokens, workers)
         totals: Counter[str] = Counter()
         for metrics in add_gradients(loss_of, parts, parameters, workers):
             totals.update(metrics)
@@ -70,26 +98,30 @@ def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tok
     workers = roles.workers("reward")
 
     @torch.inference_mode()
-    def right(some: list[Comparisons]) -> float:
-        chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
+    def right(part: list[int]) -> float:
+        chosen_B, rejected_B = _score_pairs(roles, [groups[i] for i in part], pad_id)
         return ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
 
-    total = sum(side_by_side(right, _micro_groups(groups, micro_tokens, workers), workers))
+    total = sum(side_by_side(right, micro_groups(groups, micro_tokens, workers), workers))
     return total / sum(len(group.pairs) for group in groups)
 
 
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
     scores_B = micro_group_scores(roles, [group.sequences for group in groups], pad_id)
-    starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
-    pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
-    chosen, rejected = torch.tensor(pairs, device=roles.device).T
+    chosen, rejected = pair_places(groups).to(roles.device)
     return scores_B[chosen], scores_B[rejected]
 
 
-def _micro_groups(groups: Sequence[Comparisons], tokens: int, workers: int) -> list[list[Comparisons]]:
-    """Groups of similar length together, their padded tokens bounded; a group is never split."""
-    lengths = [len(group.sequences) * group.longest for group in groups]
-    return [[groups[i] for i in part] for part in micro_batches(lengths, tokens, workers)]
+def pair_places(groups: Sequence[Comparisons]) -> Tensor:
+    """[2, pairs] int64: where the preferred and the other response of each pair stand among all sequences in a row."""
+    starts = itertools.accumulate((len(group.sequences) for group in groups), initial=0)
+    pairs = [(start + a, start + b) for start, group in zip(starts, groups, strict=False) for a, b in group.pairs]
+    return torch.tensor(pairs).T
+
+
+def micro_groups(groups: Sequence[Comparisons], tokens: int, workers: int) -> list[list[int]]:
+    """Numbers of groups of similar length together, their padded tokens bounded; a group is never split."""
+    return micro_batches([len(group.sequences) * group.longest for group in groups], tokens, workers)
 
 
 def normalise(roles: Roles, samples: Sequence[TokenSequence], pad_id: int, micro_tokens: int) -> tuple[float, float]:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keel import sandbox
-from keel.config import Recipe, RewardConfig, SourceConfig
+from keel.config import PreferenceConfig, Recipe, RewardConfig, SourceConfig
 from keel.data.encode import Encoder
-from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts
+from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
 from keel.data.stream import batch_rows, steps_for
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
@@ -31,7 +31,9 @@ from keel.train.online import Learner, train_online
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
-from keel.types import Demonstration, PreferencePair, Prompt
+from keel.types import Demonstration, PreferencePair, Prompt, Thumb
+
+Preference = TypeVar("Preference", PreferencePair, Thumb)
 
 NORMALISE_STEP = 1 << 41
 """Sampling step of the replies over which the reward model is normalised."""
@@ -57,11 +59,13 @@ def split_rows(count: int, held_out: int, seed: int) -> tuple[list[int], list[in
 
 @dataclass(frozen=True)
 class Inputs:
-    """Every row that the recipe trains on. Fields of stages that it lacks are None or empty; the sandbox's preference
-    pairs are None too, as they are collected from the SFT model later."""
+    """Every row that the recipe trains on. Fields of stages that it lacks are None or empty; the sandbox's preferences
+    (pairs of the reward stage; pairs, or thumbs for kto, of the preference stage) are None too, as they are collected
+    from the SFT model later."""
 
     demonstrations: ReadResult[Demonstration] | None
     pairs: ReadResult[PreferencePair] | None
+    preferences: ReadResult[PreferencePair] | ReadResult[Thumb] | None
     prompts: ReadResult[Prompt] | None
     ptx: ReadResult[Demonstration] | None
     train_prompts: list[Prompt]
@@ -74,8 +78,8 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
 
     Raises DataError with file and row.
     """
-    sft, reward, ppo = recipe.sft, recipe.reward, recipe.ppo
-    demonstrations, pairs, prompts, ptx = None, None, None, None
+    sft, reward, preference, ppo = recipe.sft, recipe.reward, recipe.preference, recipe.ppo
+    demonstrations, pairs, preferences, prompts, ptx = None, None, None, None, None
     train: list[Prompt] = []
     held: list[Prompt] = []
     count = recipe.eval.prompts if recipe.eval else 0
@@ -84,8 +88,11 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
         demonstrations = read_demonstrations(source.path, source.columns)
         _tell(console, "sft", "demonstrations", demonstrations)
     if reward and reward.data:
-        pairs = read_preferences(reward.data.path, reward.data.columns)
+        pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None)
         _tell(console, "reward", "preference pairs", pairs)
+    if preference and preference.data:
+        preferences = read_judgements(preference.data, preference)
+        _tell(console, "preference", "thumbs" if preference.loss == "kto" else "preference pairs", preferences)
     if ppo:
         source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
         prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
@@ -106,14 +113,37 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
             source = ppo.ptx.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
             ptx = read_demonstrations(source.path, source.columns)
             _tell(console, "ppo.ptx", "demonstrations", ptx)
-    return Inputs(demonstrations, pairs, prompts, ptx, train, held)
+    elif count and recipe.sandbox:
+        held = read_prompts(data / world.HELD_OUT).records[:count]
+    elif count and (preference or reward):
+        held = _heldout_prompts(recipe, count, preferences or pairs)
+    return Inputs(demonstrations, pairs, preferences, prompts, ptx, train, held)
+
+
+def read_judgements(source: SourceConfig, settings: PreferenceConfig) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
+    """What the preference stage's loss learns from: thumbs for kto, else pairs."""
+    read = read_thumbs if settings.loss == "kto" else read_preferences
+    return read(source.path, source.columns)
+
+
+def _heldout_prompts(recipe: Recipe, count: int, read: Any) -> list[Prompt]:
+    name, settings = ("preference", recipe.preference) if recipe.preference else ("reward", recipe.reward)
+    assert settings and read
+    prompts = [group[0].prompt for group in split_prompts(read.records, settings, recipe.seed, name)[1]]
+    if len(prompts) < count:
+        raise DataError(
+            f"eval.prompts is {count}, but the rows that {name} holds out have {len(prompts)} prompts",
+            where=f"{name}.data",
+            remedy=f"lower eval.prompts, or raise {name}.held_out",
+        )
+    return prompts[:count]
 
 
 def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> None:
     counts = read.counts
     reasons = [f"{count} dropped: {reason}" for reason, count in counts["dropped"].items()]
     reasons += [f"{count} repaired: {reason}" for reason, count in counts["repaired"].items()]
-    console.line(f"  {stage:<8} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
+    console.line(f"  {stage:<10} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
 
 
 def sft_stage(
@@ -187,9 +217,10 @@ def reward_stage(
     roles = _with_reference(run, start, ["reward"], None)
     if read is None:
         prompts = read_prompts(data / world.PROMPTS).records
-        read = read_preferences(world.collect_preferences(run, stage, roles, encoder, prompts))
-    train, held = split_pairs(read.records, settings, recipe.seed)
-    groups, held_groups = ([_compare(encoder, pairs) for pairs in some] for some in (train, held))
+        engine = LocalEngine(roles, encoder, "reference")
+        read = read_preferences(world.collect_preferences(run, stage, engine, prompts, settings))
+    train, held = split_prompts(read.records, settings, recipe.seed, "reward")
+    groups, held_groups = ([compare(encoder, pairs) for pairs in some] for some in (train, held))
     plan = Plan(
         steps_for(len(train), settings.batch, settings.epochs),
         settings.batch,
@@ -202,7 +233,15 @@ def reward_stage(
     def measure() -> dict[str, float]:
         return {"heldout_accuracy": accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)}
 
-    step = pair_loss(roles, groups, encoder.pad_id, settings.micro_tokens)
+    step = pair_loss(
+        roles,
+        groups,
+        encoder.pad_id,
+        settings.micro_tokens,
+        weighting=settings.weighting,
+        margin=settings.margin,
+        centring=settings.centring,
+    )
     numbers = fit(run, stage, "reward model", roles, "reward", [g.longest for g in groups], plan, step, measure)
     asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
@@ -230,41 +269,49 @@ def reward_stage(
         "raw_mean": mean,
         "raw_sd": sd,
     }
-    if recipe.sandbox:
-        gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
-        result["accuracy_ceiling"] = sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)
-    return result
+    return result | accuracy_ceiling(recipe, held)
 
 
-def _compare(encoder: Encoder, pairs: list[PreferencePair]) -> Comparisons:
+def accuracy_ceiling(recipe: Recipe, held: Sequence[Sequence[PreferencePair]]) -> dict[str, float]:
+    """In the sandbox the best accuracy that any judge could expect on these pairs; nothing elsewhere."""
+    if not recipe.sandbox:
+        return {}
+    gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
+    return {"accuracy_ceiling": sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)}
+
+
+def compare(encoder: Encoder, pairs: Sequence[PreferencePair]) -> Comparisons:
+    """The pairs of one prompt, each response encoded once."""
     texts = list(dict.fromkeys(text for p in pairs for text in (p.chosen, p.rejected)))
     found = dict(zip(texts, encoder.sequences(pairs[0].prompt, texts), strict=True))
-    return Comparisons.of([(found[p.chosen], found[p.rejected]) for p in pairs])
+    return Comparisons.of([(found[p.chosen], found[p.rejected]) for p in pairs], [p.margin for p in pairs])
 
 
-def split_pairs(
-    pairs: Sequence[PreferencePair], settings: RewardConfig, seed: int
-) -> tuple[list[list[PreferencePair]], list[list[PreferencePair]]]:
-    """Pairs to train on and to keep back, by prompt; no prompt is in both.
+def split_prompts(
+    rows: Sequence[Preference], settings: RewardConfig | PreferenceConfig, seed: int, where: str
+) -> tuple[list[list[Preference]], list[list[Preference]]]:
+    """Preferences to train on and to keep back, by prompt; no prompt is in both. where: the section, for errors.
 
     Raises DataError where too few are left.
     """
-    groups: dict[tuple[str, ...], list[PreferencePair]] = {}
-    for pair in pairs:
-        groups.setdefault(tuple(m["content"] for m in pair.prompt.messages), []).append(pair)
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, len(pairs)])))
-    train: list[list[PreferencePair]] = []
-    held: list[list[PreferencePair]] = []
+    groups: dict[tuple[str, ...], list[Preference]] = {}
+    for row in rows:
+        groups.setdefault(tuple(m["content"] for m in row.prompt.messages), []).append(row)
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, len(rows)])))
+    train: list[list[Preference]] = []
+    held: list[list[Preference]] = []
     keys = list(groups)
     for k in rng.permutation(len(keys)).tolist():
         (held if sum(map(len, held)) < settings.held_out else train).append(groups[keys[k]])
     train = train[: settings.max_prompts] if settings.max_prompts else train
-    if len(train) < settings.batch:
+    thumbs = bool(rows) and isinstance(rows[0], Thumb)
+    left = sum(map(len, train)) if thumbs else len(train)
+    if left < settings.batch:
         raise DataError(
-            f"{len(pairs)} preference pairs leave {len(train)} prompts to train on, "
-            f"less than a batch of {settings.batch}",
-            where="reward",
-            remedy="give more pairs, or lower reward.held_out or reward.batch",
+            f"{len(rows)} {'thumbs' if thumbs else 'preference pairs'} leave {left} "
+            f"{'of them' if thumbs else 'prompts'} to train on, less than a batch of {settings.batch}",
+            where=where,
+            remedy=f"give more, or lower {where}.held_out or {where}.batch",
         )
     return train, held
 
@@ -321,6 +368,13 @@ def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstr
 def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Roles:
     """The reference and, where there is one, the reward model, for looking only."""
     return _with_reference(run, start, ["reward"] if reward_folder else [], reward_folder)
+
+
+def build_policy(run: Run, start: Path | str) -> Roles:
+    """The policy alone, for training; until its first step it is the model that it starts from."""
+    if run.recipe.model.backbone == "separate":
+        return _separate(run, start, ["policy"], None)
+    return _shared(run.recipe, load_causal_lm(start, run.recipe.model.dtype, run.device), ["policy"], ["policy"])
 
 
 def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:

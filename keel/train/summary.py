@@ -33,46 +33,46 @@ def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any
         "seconds_by_stage": {name: r.get("seconds", 0.0) for name, r in results.items()},
         "peak_rss_bytes": peak_rss_bytes(),
         "prompts": evaluation["prompts"],
-        "score_sft": evaluation["score"]["before"],
-        "score_final": evaluation["score"]["after"],
-        "score_sft_interval": evaluation["score"]["before_interval"],
-        "score_final_interval": evaluation["score"]["after_interval"],
     }
-    judged = evaluation["score"]
+    for name in ("score", "gold"):
+        for ours, side in (("sft", "before"), ("final", "after")):
+            for part in ("", "_interval"):
+                if side + part in evaluation.get(name, {}):
+                    summary[f"{name}_{ours}{part}"] = evaluation[name][side + part]
     if "gold" in evaluation:
-        judged = evaluation["gold"]
-        summary |= {
-            "gold_sft": judged["before"],
-            "gold_sft_sd": judged["before_sd"],
-            "gold_sft_interval": judged["before_interval"],
-            "gold_final": judged["after"],
-            "gold_final_interval": judged["after_interval"],
-            "gold_best": results["base"]["gold_best"],
-        }
-    summary |= {
-        "win_rate": judged["win_rate"],
-        "win_rate_interval": judged["win_rate_interval"],
-        "kl_per_response": evaluation["kl_per_response"],
-        "kl_interval": evaluation["kl_interval"],
-        "kl_target": recipe.ppo.kl.target if recipe.ppo else None,
-        "length_sft": evaluation["before"]["length"],
-        "length_final": evaluation["after"]["length"],
-        "eos_rate": evaluation["after"]["eos_rate"],
-        "eos_rate_sft": evaluation["before"]["eos_rate"],
-        "distinct_sft": evaluation["before"]["distinct"],
-        "distinct_final": evaluation["after"]["distinct"],
-        "entropy_per_token": evaluation["entropy_per_token"],
-    }
+        summary |= {"gold_sft_sd": evaluation["gold"]["before_sd"], "gold_best": results["base"]["gold_best"]}
+    judged = evaluation.get("gold") or evaluation.get("score") or {}
+    for name in ("win_rate", "win_rate_interval"):
+        if name in judged:
+            summary[name] = judged[name]
+    for name in ("kl_per_response", "kl_interval", "entropy_per_token"):
+        if name in evaluation:
+            summary[name] = evaluation[name]
+    summary["kl_target"] = recipe.ppo.kl.target if recipe.ppo else None
+    for ours, side in (("sft", "before"), ("final", "after")):
+        if side in evaluation:
+            summary |= {f"{name}_{ours}": evaluation[side][name] for name in ("length", "eos_rate", "distinct")}
+    if "eos_rate_final" in summary:
+        summary["eos_rate"] = summary.pop("eos_rate_final")
+    if "best_of" in evaluation:
+        summary["best_of"] = evaluation["best_of"]
+    return summary | _of_training(results)
+
+
+def _of_training(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     if "sft" in results:
-        summary["length_demonstrations"] = results["sft"]["length_demonstrations"]
+        found["length_demonstrations"] = results["sft"]["length_demonstrations"]
     if "reward" in results:
-        summary |= {
-            "reward_model_accuracy": results["reward"]["accuracy"],
-            "reward_model_accuracy_interval": results["reward"]["accuracy_interval"],
-        }
-        if "accuracy_ceiling" in results["reward"]:
-            summary["reward_model_accuracy_ceiling"] = results["reward"]["accuracy_ceiling"]
-    return summary
+        for name in ("accuracy", "accuracy_interval", "accuracy_ceiling"):
+            if name in results["reward"]:
+                found[f"reward_model_{name}"] = results["reward"][name]
+    if "preference" in results:
+        found["preference_accuracy"] = results["preference"]["heldout_accuracy"]
+        for name in ("accuracy_interval", "accuracy_ceiling"):
+            if name in results["preference"]:
+                found[f"preference_{name}"] = results["preference"][name]
+    return found
 
 
 def summarise(run: Run, results: Mapping[str, dict[str, Any]]) -> None:
@@ -88,52 +88,82 @@ def summarise(run: Run, results: Mapping[str, dict[str, Any]]) -> None:
     for sample in results["eval"]["shown"]:
         console.line()
         console.line(f"prompt  {sample['prompt']}", "bold")
-        console.line(f"before  {sample['before']}   ({sample['score_before']:.2f})")
-        console.line(f"after   {sample['after']}   ({sample['score_after']:.2f})", "green")
+        for side, style in (("before", ""), ("after", "green"), ("best", "green")):
+            if side in sample:
+                score = f"   ({sample[f'score_{side}']:.2f})" if f"score_{side}" in sample else ""
+                console.line(f"{side:<7} {sample[side]}{score}", style)
     console.line()
-    for what, place in _places(folder):
+    for what, place in _places(folder, results):
         console.line(f"{what:<14} {place}")
 
 
 def _rows(s: Mapping[str, Any]) -> list[list[str]]:
-    def pair(name: str) -> list[str]:
-        return [f"{s[f'{name}_sft']:.2f}", f"{s[f'{name}_final']:.2f}"]
+    def pair(name: str, form: str = ".2f") -> list[str]:
+        return [format(s[side], form) if side in s else "" for side in (f"{name}_sft", f"{name}_final")]
 
-    low, high = s["score_final_interval"]
-    rows = [["score of the reward", *pair("score"), f"95 % interval after: {low:.2f} to {high:.2f}"]]
+    rows: list[list[str]] = []
+    if "score_sft" in s:
+        low, high = s.get("score_final_interval", s["score_sft_interval"])
+        when = "after" if "score_final" in s else "before"
+        rows.append(["score of the reward", *pair("score"), f"95 % interval {when}: {low:.2f} to {high:.2f}"])
     if "gold_sft" in s:
-        closed = (s["gold_final"] - s["gold_sft"]) / max(1e-9, s["gold_best"] - s["gold_sft"])
-        rows.append(["gold reward", *pair("gold"), f"ideal replies {s['gold_best']:.2f}: {closed:.0%} of the way"])
-    low, high = s["win_rate_interval"]
-    rows.append(["win rate", "", f"{s['win_rate']:.1%}", f"against before; 95 % interval {low:.1%} to {high:.1%}"])
-    target = f"target {s['kl_target']:.1f}" if s["kl_target"] else ""
-    rows.append(["KL, nats/response", "0.00", f"{s['kl_per_response']:.2f}", target])
+        rows.append(["gold reward", *pair("gold"), f"ideal replies {s['gold_best']:.2f}{_way(s, s.get('gold_final'))}"])
+    if "win_rate" in s:
+        low, high = s["win_rate_interval"]
+        rows.append(["win rate", "", f"{s['win_rate']:.1%}", f"against before; 95 % interval {low:.1%} to {high:.1%}"])
+    if "kl_per_response" in s:
+        target = f"target {s['kl_target']:.1f}" if s["kl_target"] else ""
+        rows.append(["KL, nats/response", "0.00", f"{s['kl_per_response']:.2f}", target])
     demonstrations = f"demonstrations {s['length_demonstrations']:.1f}" if "length_demonstrations" in s else ""
     rows.append(["length, tokens", *pair("length"), demonstrations])
-    rows.append(["ended by itself", f"{s['eos_rate_sft']:.1%}", f"{s['eos_rate']:.1%}", ""])
-    rows.append(["distinct replies", f"{s['distinct_sft']:.1%}", f"{s['distinct_final']:.1%}", ""])
-    if "reward_model_accuracy" in s:
-        low, high = s["reward_model_accuracy_interval"]
-        ceiling = s.get("reward_model_accuracy_ceiling")
-        best = f"; best reachable {ceiling:.1%}" if ceiling else ""
-        rows.append(
-            [
-                "reward model accuracy",
-                "",
-                f"{s['reward_model_accuracy']:.1%}",
-                f"95 % interval {low:.1%} to {high:.1%}{best}",
-            ]
-        )
+    rows.append(["ended by itself", f"{s['eos_rate_sft']:.1%}", f"{s['eos_rate']:.1%}" if "eos_rate" in s else "", ""])
+    rows.append(["distinct replies", *pair("distinct", ".1%"), ""])
+    for name, label in (("reward_model", "reward model accuracy"), ("preference", "accuracy of the preference")):
+        if f"{name}_accuracy" in s:
+            rows.append([label, "", f"{s[f'{name}_accuracy']:.1%}", _accuracy_note(s, name)])
+    if "best_of" in s:
+        rows += _best_rows(s, s["best_of"])
     by_stage = ", ".join(f"{name} {seconds:.0f}" for name, seconds in s["seconds_by_stage"].items())
     rows.append(["time, memory", f"{s['seconds']:.0f} s", f"{s['peak_rss_bytes'] / 2**30:.2f} GiB", by_stage])
     return rows
 
 
-def _places(folder: Path) -> list[tuple[str, str]]:
-    places = [
-        ("model", f"{folder / 'ppo' / 'model'} (a plain Hugging Face folder)"),
-        ("numbers", str(folder / SUMMARY)),
+def _way(s: Mapping[str, Any], gold: float | None) -> str:
+    if gold is None:
+        return ""
+    return f": {(gold - s['gold_sft']) / max(1e-9, s['gold_best'] - s['gold_sft']):.0%} of the way"
+
+
+def _accuracy_note(s: Mapping[str, Any], name: str) -> str:
+    if f"{name}_accuracy_interval" not in s:
+        return "a held-out thumb up above one down"
+    low, high = s[f"{name}_accuracy_interval"]
+    ceiling = s.get(f"{name}_accuracy_ceiling")
+    return f"95 % interval {low:.1%} to {high:.1%}" + (f"; best reachable {ceiling:.1%}" if ceiling else "")
+
+
+def _best_rows(s: Mapping[str, Any], best: Mapping[str, Any]) -> list[list[str]]:
+    """Best-of-N beside the trained policy: gold where there is one, win rate and KL."""
+    name, judged = f"best of {best['n']}", best.get("gold") or best["score"]
+    way = _way(s, judged["after"]) if "gold" in best else ""
+    what = "gold reward" if "gold" in best else "score of the reward"
+    low, high = judged["win_rate_interval"]
+    return [
+        [f"{name}: {what}", f"{judged['before']:.2f}", f"{judged['after']:.2f}", way.removeprefix(": ")],
+        [
+            f"{name}: win rate",
+            "",
+            f"{judged['win_rate']:.1%}",
+            f"against before; 95 % interval {low:.1%} to {high:.1%}",
+        ],
+        [f"{name}: KL", "0.00", f"{best['kl_per_response']:.2f}", f"nats/response; at most {best['kl_bound']:.2f}"],
     ]
+
+
+def _places(folder: Path, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    trained = next((name for name in ("ppo", "preference", "sft") if name in results), None)
+    places = [("model", f"{folder / trained / 'model'} (a plain Hugging Face folder)")] if trained else []
+    places.append(("numbers", str(folder / SUMMARY)))
     if (folder / PICTURE).exists():
         places.append(("curves", str(folder / PICTURE)))
-    return [*places, ("talk to it", f"keel chat {folder}")]
+    return [*places, ("talk to it", f"keel chat {folder}")] if trained != "sft" else places

@@ -11,12 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from keel import sandbox
-from keel.data.encode import Encoder
-from keel.models.roles import Roles
+from keel.config import PreferenceConfig, RewardConfig
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
-from keel.rollout.engine import Sampling
-from keel.rollout.local import LocalEngine
+from keel.rollout.engine import Engine, Sampling
 from keel.runs.files import replacing
 from keel.runs.folder import StageFolder
 from keel.train.context import Run
@@ -113,19 +111,23 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenSequence:
     return TokenSequence(ids[:1], ids[1:])
 
 
-def collect_preferences(run: Run, stage: StageFolder, roles: Roles, encoder: Encoder, prompts: list[Prompt]) -> Path:
-    """Samples K replies per prompt from the reference, has annotators rank them, and writes every pair of each ranking.
+def collect_preferences(
+    run: Run, stage: StageFolder, engine: Engine, prompts: list[Prompt], settings: RewardConfig | PreferenceConfig
+) -> Path:
+    """Samples K replies per prompt from the SFT model, has annotators rank them, and writes every pair of each ranking.
 
     Identical replies make no pair. Rows carry the gold of both replies, for measuring the ceiling; training drops it.
+
+    engine: of the SFT model. The same settings give the same file, whichever stage asks for it.
     """
-    recipe, settings = run.recipe, run.recipe.reward
-    assert settings and recipe.sandbox and settings.prompts and settings.responses_per_prompt
+    recipe = run.recipe
+    assert recipe.sandbox and settings.prompts and settings.responses_per_prompt
     file, each = stage.path / PREFERENCES, settings.responses_per_prompt
     if file.exists():
         return file
     asked = [prompt for prompt in prompts[: settings.prompts] for _ in range(each)]
     with run.console.task("sampling replies for the annotators", len(asked), unit="reply") as task:
-        rollouts = LocalEngine(roles, encoder, "reference").generate(
+        rollouts = engine.generate(
             asked,
             Sampling(1.0, recipe.model.max_response_tokens),
             seed=recipe.seed,

@@ -19,6 +19,7 @@ def tree(**sections):
 
 
 SOURCE = {"path": ["rows.jsonl"]}
+SANDBOX = {"model": {"path": "sandbox"}, "sandbox": {}, "sft": {}}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -30,7 +31,9 @@ def test_every_shipped_recipe_parses_and_has_a_schedule(path):
 
 
 def test_there_are_recipes():
-    assert {"quickstart", "overoptimise", "smollm2-sentiment", "smollm2-preferences"} <= {p.stem for p in SHIPPED}
+    assert {"quickstart", "overoptimise", "dpo", "smollm2-sentiment", "smollm2-preferences"} <= {
+        p.stem for p in SHIPPED
+    }
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,23 @@ def test_there_are_recipes():
         (tree(sandbox={}), "belong together"),
         (tree(model={"path": "sandbox"}, sandbox={}, sft={"data": SOURCE}), "sft.data does nothing"),
         (tree(reward={"data": SOURCE, "responses_per_prompt": 4}), "do nothing outside the sandbox"),
+        (tree(preference={"data": SOURCE}, ppo={"data": SOURCE, "reward": "a:b"}), "both make the final policy"),
+        (tree(preference={"data": SOURCE, "gamma": 1.0}), "gamma does nothing with loss dpo: it belongs to simpo"),
+        (tree(preference={"data": SOURCE, "loss": "ipo", "label_smoothing": 0.1}), "belongs to cdpo and robust"),
+        (tree(preference={"data": SOURCE, "desirable_weight": 2.0}), "desirable_weight does nothing with loss dpo"),
+        (tree(preference={"data": SOURCE, "loss": "cdpo", "undesirable_weight": 2.0}), "it belongs to kto"),
+        (tree(preference={"data": SOURCE, "loss": "orpo", "likelihood": 0.1}), "orpo does not do"),
+        (tree(preference={"data": SOURCE, "loss": "kto", "batch": 1}), "at least 2"),
+        (tree(preference={"data": SOURCE, "loss": "dop"}), "preference.loss"),
+        (tree(preference={"data": SOURCE, "loss": "cdpo", "label_smoothing": 0.5}), "less than 0.5"),
+        (tree(preference={}), "preference.data is missing"),
+        (tree(preference={"data": SOURCE, "prompts": 10}), "preference.prompts and preference.responses_per_prompt do"),
+        (tree(**SANDBOX, reward={}, preference={"prompts": 10}), "the pairs are those that the reward stage collects"),
+        (tree(**SANDBOX, preference={"prompts": 7000}), "preference.prompts 7000 is more than sandbox.prompts 6000"),
+        (tree(**SANDBOX, reward={"margin": 1.0}), "reward.margin does nothing in the sandbox"),
+        (tree(**SANDBOX, reward={"weighting": "prompt", "responses_per_prompt": 2}), "a prompt has one pair"),
+        (tree(**SANDBOX, eval={"best_of": 4}), "takes the best by a reward, but there is none"),
+        (tree(**SANDBOX, reward={}, eval={"best_of": 1}), "eval.best_of"),
         ({"model": {"path": "x"}}, "name: this setting is needed"),
         ([1], "a recipe is a mapping"),
     ],
@@ -76,6 +96,32 @@ def test_nulls_that_stand_for_a_default_are_filled_in():
     assert (recipe.model.lora_rank, recipe.model.lora_alpha) == (16, 32.0)
     separate = recipes.parse(tree(model={"path": "x", "backbone": "separate"})).resolved()
     assert separate.model.lora_rank is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "backbone", "filled"),
+    [
+        ("dpo", "separate", {"beta": 0.1, "learning_rate": 1e-6, "gamma": None, "label_smoothing": None}),
+        ("cdpo", "shared", {"beta": 0.1, "learning_rate": 1e-5, "label_smoothing": 0.1}),
+        ("simpo", "separate", {"beta": 2.0, "gamma": 1.0}),
+        ("orpo", "separate", {"beta": 0.1, "learning_rate": 8e-6}),
+        ("kto", "separate", {"desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    ],
+)
+def test_a_preference_loss_gets_its_own_defaults_and_stays_valid(loss, backbone, filled):
+    given = tree(model={"path": "x", "backbone": backbone}, preference={"data": SOURCE, "loss": loss})
+    recipe = recipes.parse(given).resolved()
+    assert recipe.preference and {name: getattr(recipe.preference, name) for name in filled} == filled
+    assert recipes.parse(recipe.model_dump(mode="json")).resolved() == recipe
+
+
+def test_the_sandbox_collects_pairs_once():
+    alone = recipes.parse(tree(**SANDBOX, preference={})).resolved()
+    both = recipes.parse(tree(**SANDBOX, reward={}, preference={})).resolved()
+    assert alone.preference and (alone.preference.prompts, alone.preference.responses_per_prompt) == (1500, 4)
+    assert both.reward and both.preference and (both.reward.prompts, both.preference.prompts) == (1500, None)
+    sentences = [sentence for stage, sentence in recipes.schedule(alone) if stage == "preference"]
+    assert sentences[0] == "1500 prompts x 4 replies ranked: up to 9000 pairs"
 
 
 def test_any_setting_is_a_flag():

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.data.formats import read_demonstrations, read_preferences, read_prompts
+from keel.data.formats import read_demonstrations, read_preferences, read_prompts, read_thumbs, thumbs_of
 from keel.errors import DataError
-from keel.types import Demonstration, PreferencePair, Prompt
+from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 
 Write = Callable[..., str]
-READERS = [read_demonstrations, read_preferences, read_prompts]
+READERS = [read_demonstrations, read_preferences, read_prompts, read_thumbs]
 
 
 @pytest.fixture
@@ -229,6 +230,84 @@ class TestPrompts:
             read_prompts(write(b"one", "lines"), first_words=0)
 
 
+class TestMargins:
+    ROW = {"prompt": "ask", "chosen": "good", "rejected": "bad"}  # noqa: RUF012
+
+    @pytest.mark.parametrize(("value", "margin"), [(0, 0.0), (1.5, 1.5), ("0.5", 0.5)])
+    def test_read_where_asked_for(self, write: Write, value, margin):
+        path = write([{**self.ROW, "margin": value}])
+        (asked,), (not_asked,) = read_preferences(path, margin=True).records, read_preferences(path).records
+        assert (asked.margin, asked.prompt.columns) == (margin, {})
+        assert (not_asked.margin, not_asked.prompt.columns) == (0.0, {"margin": value})
+
+    def test_transcripts_and_other_names(self, write: Write):
+        path = write([{"chosen": [U, turn("assistant", "good")], "rejected": [U, turn("assistant", "bad")], "gap": 2}])
+        want = PreferencePair(prompt(U, source=f"{path}:1"), "good", "bad", 2.0)
+        assert read_preferences(path, {"margin": "gap"}, margin=True).records == [want]
+
+    @pytest.mark.parametrize("value", [-1, "wide", True, float("inf"), [1]])
+    def test_a_margin_that_is_none(self, write: Write, value):
+        with pytest.raises(DataError, match="margin is"):
+            read_preferences(write([{**self.ROW, "margin": value}]), margin=True)
+
+    def test_a_row_without_one(self, write: Write):
+        with pytest.raises(DataError, match=r"has prompt \+ chosen \+ rejected \+ margin") as caught:
+            read_preferences(write([{**self.ROW, "score_gap": 2}]), margin=True)
+        assert "margin: score_gap" in caught.value.remedy
+
+
+class TestThumbs:
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"prompt": "ask", "completion": "reply"},
+            {"prompt": "ask", "response": "reply"},
+            {"messages": [U, R]},
+            {"instruction": "ask", "input": "", "output": "reply"},
+        ],
+    )
+    def test_shapes(self, write: Write, row):
+        path = write([{**row, "label": True, "id": 7}, {**row, "label": False, "id": 8}])
+        assert read_thumbs(path).records == [
+            Thumb(prompt(U, source=f"{path}:1", id=7), "reply", True),
+            Thumb(prompt(U, source=f"{path}:2", id=8), "reply", False),
+        ]
+
+    @pytest.mark.parametrize(
+        ("value", "up"), [(1, True), (1.0, True), ("True", True), ("1", True), (0, False), ("false", False)]
+    )
+    def test_labels_of_any_type(self, write: Write, value, up):
+        (record,) = read_thumbs(write([{"prompt": "ask", "completion": "reply", "label": value}])).records
+        assert record.desirable is up
+
+    @pytest.mark.parametrize("value", [2, "good", [True], -1])
+    def test_a_label_that_is_none(self, write: Write, value):
+        path = write([{"prompt": "ask", "completion": "reply", "label": value}])
+        with pytest.raises(DataError, match="label is") as caught:
+            read_thumbs(path)
+        assert caught.value.where == f"{path}:1" and "true or false" in caught.value.remedy
+
+    def test_pairs_are_two_thumbs(self, write: Write):
+        path = write([{"prompt": "ask", "chosen": "good", "rejected": "bad"}])
+        want = [Thumb(prompt(U, source=f"{path}:1"), text, up) for text, up in (("good", True), ("bad", False))]
+        assert read_thumbs(path).records == want
+
+    def test_a_ranking_is_cut_in_the_middle(self):
+        """Five replies, best first, in all pairs: two up, two down, the third says nothing; other prompts apart."""
+        ask, other = Prompt((U,)), Prompt((turn("user", "other"),))
+        pairs = [PreferencePair(ask, a, b) for a, b in itertools.combinations("abcde", 2)]
+        got = thumbs_of([*pairs, PreferencePair(other, "e", "a")])
+        assert [(t.prompt, t.response, t.desirable) for t in got] == [
+            *((ask, text, up) for text, up in (("a", True), ("b", True), ("d", False), ("e", False))),
+            *((other, text, up) for text, up in (("e", True), ("a", False))),
+        ]
+
+    def test_without_a_label(self, write: Write):
+        with pytest.raises(DataError, match="A thumb has prompt") as caught:
+            read_thumbs(write([{"prompt": "ask", "completion": "reply", "kto_tag": True}]))
+        assert "label: kto_tag" in caught.value.remedy
+
+
 class TestColumns:
     def test_other_names(self, write: Write):
         path = write([{"query": "ask", "response": "good", "rejected_response": "bad"}])
@@ -421,7 +500,7 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 NAMES = ["prompt", "completion", "messages", "instruction", "input", "output", "chosen", "rejected", "conversations"]
-NAMES += ["output_1", "output_2", "preference", "question"]
+NAMES += ["output_1", "output_2", "preference", "question", "label"]
 
 
 @given(
@@ -455,6 +534,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         (read_demonstrations, "alpaca_en_demo.json", (999, 999, {}, {})),
         (read_preferences, "alpaca_eval_pairs.jsonl.gz", (4821, 4741, {"tie": 76, "empty response": 4}, {})),
         (read_preferences, "dpo_en_demo.json", (300, 300, {}, {})),
+        (read_thumbs, "kto_en_demo.json", (300, 300, {}, {})),
         (
             read_preferences,
             "hh_harmless.jsonl.gz",
@@ -506,6 +586,21 @@ class TestRealRows:
         result = read_prompts(paths, first_words=4)
         assert result.records[0].text == "the rock is destined"
         assert result.counts == {"read": 10662, "kept": 10595, "dropped": {"fewer than 4 words": 67}, "repaired": {}}
+
+    def test_thumbs_up_and_down(self, shared: Path):
+        rows = json.loads((shared / "data" / "kto_en_demo.json").read_bytes())
+        thumbs = read_thumbs(shared / "data" / "kto_en_demo.json").records
+        assert sum(thumb.desirable for thumb in thumbs) == 150
+        for row, thumb in zip(rows, thumbs, strict=True):
+            assert (thumb.desirable, thumb.response) == (row["label"], row["messages"][-1]["content"])
+            assert list(thumb.prompt.messages) == row["messages"][:-1]
+
+    def test_pairs_of_the_demo_as_thumbs(self, shared: Path):
+        pairs = read_preferences(shared / "data" / "dpo_en_demo.json").records
+        thumbs = read_thumbs(shared / "data" / "dpo_en_demo.json").records
+        assert {(t.response, t.desirable) for t in thumbs} == {
+            (text, up) for pair in pairs for text, up in ((pair.chosen, True), (pair.rejected, False))
+        }
 
     def test_unpaired_thumbs_are_not_taken_for_preferences(self, shared: Path):
         with pytest.raises(DataError, match="A preference pair has"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from keel.evaluate.compare import compare_scores, kl_per_response, win_rate
+from keel.evaluate.compare import compare_scores, kl_per_response, mean_of, win_rate
 from keel.evaluate.curves import draw_curves
 from keel.evaluate.intervals import mean_interval, wilson
 
@@ -32,6 +32,14 @@ def test_a_tie_is_half_a_win():
 def test_scores_before_and_after():
     result = compare_scores(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]))
     assert (result["before"], result["after"], result["before_sd"], result["win_rate"]) == (1.0, 2.5, 1.0, 1.0)
+
+
+def test_scores_of_one_side():
+    assert mean_of("before", torch.tensor([1.0, 3.0])) == {
+        "before": 2.0,
+        "before_sd": 1.0,
+        "before_interval": (pytest.approx(0.04, abs=1e-3), pytest.approx(3.96, abs=1e-3)),
+    }
 
 
 def test_kl_sums_the_log_ratio_over_each_response_and_nothing_else():

@@ -10,8 +10,7 @@ from keel.models.roles import scores_B
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
-from keel.types import TokenSequence
-from tests.tiny import backbone, sequences
+from tests.tiny import backbone, comparisons, sequences
 
 
 def test_rates_by_hand():
@@ -54,20 +53,14 @@ def test_sft_loss_is_over_response_tokens_only_end_token_included(kind, tiny_mod
     assert mean_loss(roles, "policy", rows, 0, 50)["heldout_loss"] == pytest.approx(want.item(), abs=1e-5)
 
 
-def groups_of(count: int) -> list[Comparisons]:
-    flat = sequences(3 * count, seed=3)
-    flat = [TokenSequence(flat[i - i % 3].prompt_ids, s.response_ids) for i, s in enumerate(flat)]  # one prompt a group
-    return [Comparisons.of([(a, b), (a, c), (b, c)]) for a, b, c in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
-
-
 def test_a_response_in_several_pairs_is_held_once():
-    group = groups_of(1)[0]
+    group = comparisons(1)[0]
     assert len(group.sequences) == 3 and group.pairs == ((0, 1), (0, 2), (1, 2))
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, tiny_model):
-    groups, gradients = groups_of(4), []
+    groups, gradients = comparisons(4), []
     for tokens in (10_000, 70):
         roles = backbone(kind, tiny_model, ("reward",), ("reward",))
         got = pair_loss(roles, groups, 0, tokens)([2, 0, 3])
@@ -81,9 +74,37 @@ def test_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, tiny_model):
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
 
 
+def test_prompts_weigh_the_same_margins_are_asked_for_and_scores_are_drawn_to_zero(tiny_model):
+    """A prompt of three pairs and one of a single pair, each option against the formula on the scores."""
+    three, two = comparisons(2)
+    (a, b, c), (d, e, _) = three.sequences, two.sequences
+    groups = [Comparisons.of([(a, b), (a, c), (b, c)], [1.0, 2.0, 0.0]), Comparisons.of([(d, e)], [3.0])]
+    roles = backbone("separate", tiny_model, ("reward",), ("reward",))
+    scores = [scores_B(roles, group.sequences, 0, 10_000) for group in groups]
+    chosen, rejected = (
+        torch.stack([s[pair[k]] for s, group in zip(scores, groups, strict=True) for pair in group.pairs])
+        for k in (0, 1)
+    )
+    ahead, margins = chosen - rejected, torch.tensor([1.0, 2.0, 0.0, 3.0])
+    each = -logsigmoid(ahead)
+    wanted = {
+        "weighting": (each[:3].mean() + each[3]) / 2,
+        "margin": -logsigmoid(ahead - 0.5 * margins).mean(),
+        "centring": (each + 0.1 * (chosen + rejected) ** 2).mean(),
+    }
+    options = {"weighting": "prompt", "margin": 0.5, "centring": 0.1}
+    plain = pair_loss(roles, groups, 0, 70)([0, 1])["loss"]
+    for name, want in wanted.items():
+        got = pair_loss(roles, groups, 0, 70, **{name: options[name]})([0, 1])
+        assert got["loss"] == pytest.approx(want.item(), abs=1e-5) and got["loss"] != pytest.approx(plain, abs=1e-4)
+    assert pair_loss(roles, groups, 0, 70, weighting="prompt")([0, 1])["margin"] == pytest.approx(
+        ((ahead[:3].mean() + ahead[3]) / 2).item(), abs=1e-5
+    )
+
+
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_the_reward_model_learns_its_pairs_and_is_normalised(kind, tiny_model):
-    groups = groups_of(6)
+    groups = comparisons(6)
     roles = backbone(kind, tiny_model, ("reward",), ("reward",))
     optimizer = make_optimizer(roles.parameters("reward").values())
     step = pair_loss(roles, groups, 0, 4000)
