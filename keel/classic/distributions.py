@@ -26,8 +26,9 @@ class Categorical(NamedTuple):
         log_NA = self.scores_NA.log_softmax(-1)
         return -(log_NA.exp() * log_NA).sum(-1)
 
-    def kl(self, other: "Categorical") -> Tensor:
+    def kl(self, other: "Distribution") -> Tensor:
         """KL(self || other) = sum_a pi(a) (log pi(a) - log pi'(a)), [N]."""
+        assert isinstance(other, Categorical)
         log_NA, other_NA = self.scores_NA.log_softmax(-1), other.scores_NA.log_softmax(-1)
         return (log_NA.exp() * (log_NA - other_NA)).sum(-1)
 
@@ -58,8 +59,9 @@ class Gaussian(NamedTuple):
         one = (self.log_sd_A + 0.5 * math.log(2.0 * math.pi * math.e)).sum()
         return one.expand(len(self.mean_NA))
 
-    def kl(self, other: "Gaussian") -> Tensor:
+    def kl(self, other: "Distribution") -> Tensor:
         """KL(self || other) = sum_A log(sd' / sd) + (sd^2 + (mean - mean')^2) / (2 sd'^2) - 1/2, [N]."""
+        assert isinstance(other, Gaussian)
         shift_NA = self.mean_NA - other.mean_NA
         ratio_NA = ((2.0 * self.log_sd_A).exp() + shift_NA.square()) * (0.5 * (-2.0 * other.log_sd_A).exp())
         return (other.log_sd_A - self.log_sd_A + ratio_NA - 0.5).sum(-1)

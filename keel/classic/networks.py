@@ -86,6 +86,7 @@ def _trunk(inputs: int, hidden: Sequence[int], generator: torch.Generator) -> nn
 def _layer(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     # skip_init: the layer's own first weights would be drawn from torch's global generator, and thrown away.
     layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    assert isinstance(layer, nn.Linear)
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer

@@ -64,6 +64,7 @@ def test_weights_are_orthogonal_with_the_published_gains():
     network = ActorCritic(4, "continuous", 2, [8, 8], "separate", torch.Generator().manual_seed(0))
     assert network.value_trunk is not None and network.value_head is not None and network.log_sd_A is not None
     for layer, gain in ((network.policy_trunk[2], 2.0), (network.value_trunk[2], 2.0), (network.policy_head, 1e-4)):
+        assert isinstance(layer, torch.nn.Linear)
         weight = layer.weight.detach()
         torch.testing.assert_close(weight @ weight.T, gain * torch.eye(len(weight)), atol=1e-5, rtol=1e-5)
         assert not layer.bias.any()

@@ -172,7 +172,7 @@ def test_a_second_interrupt_stops_at_once(place: Path, monkeypatch: pytest.Monke
 )
 def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
-        ClassicConfig(**({"env": "CartPole-v1"} | settings))
+        ClassicConfig.model_validate({"env": "CartPole-v1"} | settings)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,9 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], told: st
     ],
 )
 def test_settings_that_do_not_fit_the_task_are_refused(place: Path, settings: dict[str, Any], told: str):
+    config = ClassicConfig.model_validate({"env": "CartPole-v1"} | settings)
     with pytest.raises(ConfigError, match=told):
-        train(**({"env": "CartPole-v1"} | settings))
+        train_classic(config, Console(), "keel classic")
     assert not Path("runs").exists()
 
 
