@@ -45,7 +45,7 @@ PUBLISHED = {
     "InvertedPendulum-v4": (963.09, 963.0, 1_000_000),
 }
 """Task: (CleanRL's mean, Keel's goal, steps)."""
-SPEED_UPDATES, SPEED_ROUNDS = 20, 8
+SPEED_UPDATES, SPEED_ROUNDS = 10, 10
 CARTPOLE: dict[str, Any] = {"env": "CartPole-v1", "environments": 4, "rollout": 128, "epochs": 4, "minibatches": 4}
 
 
@@ -69,7 +69,7 @@ def algorithms(seeds: list[int], root: str, console: Console) -> Iterator[dict[s
         "reinforce-no-baseline": {"algorithm": "reinforce", "baseline": "none"},
     }
     for name, settings in kinds.items():
-        results = _runs({"env": "CartPole-v1", "steps": 500_000, **settings}, seeds, root, console)
+        results = _runs({"env": "CartPole-v1", "steps": 100_000, **settings}, seeds, root, console)
         ours = statistics.mean(r["episode_return"] for r in results.values())
         yield _line(f"classic/algorithms/{name}", ours, None, None, "return", None, _detail(results))
 

@@ -51,7 +51,7 @@ def train_classic(config: ClassicConfig, console: Console, command: str, overwri
     with RunFolder.open(config.root, config.run_name) as folder:
         stage = folder.stage(STAGE)
         state = stage.check(fingerprint, parts, overwrite)
-        if state == "finished" and not overwrite:
+        if state == "finished":
             result = stage.finished(fingerprint)
             assert result is not None
             return result
