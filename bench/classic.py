@@ -36,6 +36,7 @@ import rich.console
 from keel.classic.config import ClassicConfig
 from keel.classic.train import Learner, train_classic
 from keel.runs.console import Console
+from keel.runs.log import read_lines
 
 PUBLISHED = {
     "CartPole-v1": (490.04, 490.0, 500_000),
@@ -54,7 +55,7 @@ def learning(tasks: list[str], seeds: list[int], root: str, console: Console) ->
     for task in tasks:
         peer, goal, steps = PUBLISHED[task]
         env = _installed(task)
-        results = _runs({"env": env, "steps": steps}, seeds, root, console)
+        results = _runs(f"{env}-ppo", {"env": env, "steps": steps}, seeds, root, console)
         ours = statistics.mean(r["episode_return"] for r in results.values())
         ratio = ours / peer if peer > 0 else None
         yield _line(f"classic/learning/{env}", ours, peer, ratio, "return", ("ours", goal), _detail(results))
@@ -64,12 +65,14 @@ def algorithms(seeds: list[int], root: str, console: Console) -> Iterator[dict[s
     """The algorithms beside each other on CartPole, within the same steps: the table of docs/classic.md."""
     kinds: dict[str, dict[str, Any]] = {
         "ppo": {},
+        "ppo-rate-1e-3": {"learning_rate": 1e-3},
         "trpo": {"algorithm": "trpo"},
         "reinforce": {"algorithm": "reinforce"},
         "reinforce-no-baseline": {"algorithm": "reinforce", "baseline": "none"},
     }
     for name, settings in kinds.items():
-        results = _runs({"env": "CartPole-v1", "steps": 100_000, **settings}, seeds, root, console)
+        settings |= {"env": "CartPole-v1", "steps": 100_000}
+        results = _runs(f"algorithms-{name}", settings, seeds, root, console)
         ours = statistics.mean(r["episode_return"] for r in results.values())
         yield _line(f"classic/algorithms/{name}", ours, None, None, "return", None, _detail(results))
 
@@ -120,25 +123,26 @@ def _peer_speed() -> float:
     return size * SPEED_UPDATES / (time.perf_counter() - start)
 
 
-def _runs(settings: dict[str, Any], seeds: list[int], root: str, console: Console) -> dict[int, dict[str, Any]]:
+def _runs(
+    name: str, settings: dict[str, Any], seeds: list[int], root: str, console: Console
+) -> dict[int, dict[str, Any]]:
     results = {}
     for seed in seeds:
-        config = ClassicConfig(**settings, seed=seed, root=root)
-        if config.baseline == "none":
-            config = config.model_copy(update={"name": f"{config.run_name}-no-baseline"})
-        results[seed] = train_classic(config, console, "bench/classic.py") | {"kl": _mean_kl(config)}
+        config = ClassicConfig(**settings, seed=seed, root=root, name=f"{name}-seed{seed}")
+        results[seed] = train_classic(config, console, "bench/classic.py") | _from_log(config)
     return results
 
 
-def _mean_kl(config: ClassicConfig) -> float:
-    from keel.runs.log import read_lines
-
-    log = Path(config.root) / config.run_name / "classic" / "metrics.jsonl"
-    return statistics.mean(line["update_kl"] for line in read_lines(log))
+def _from_log(config: ClassicConfig) -> dict[str, float | None]:
+    """KL per update, mean and largest, and the steps after which the last 100 episodes first had a mean of 475."""
+    lines = list(read_lines(Path(config.root) / config.run_name / "classic" / "metrics.jsonl"))
+    kl = [line["update_kl"] for line in lines]
+    solved = (line["environment_steps"] for line in lines if line["episodes"] >= 100 and line["episode_return"] >= 475)
+    return {"kl_mean": statistics.mean(kl), "kl_max": max(kl), "steps_to_475": next(solved, None)}
 
 
 def _detail(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    names = ("episode_return", "seconds", "steps_per_second", "updates", "kl")
+    names = ("episode_return", "seconds", "steps_per_second", "updates", "kl_mean", "kl_max", "steps_to_475")
     return {"seeds": list(results), **{name: [r[name] for r in results.values()] for name in names}}
 
 
