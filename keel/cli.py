@@ -26,6 +26,7 @@ Keel post-trains language models from human preferences: SFT, reward model, PPO;
   keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
   keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
   keel chat RUN               talk to a run: before and after training side by side
+  keel classic CartPole-v1    the same PPO on a gymnasium task; --algorithm trpo|reinforce beside it
 
 Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
 All settings with their meaning: keel run RECIPE.yaml --help
@@ -65,6 +66,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "run": lambda rest, console: _run(rest, console, None),
         "show": _show,
         "chat": _chat,
+        "classic": _classic,
         **{
             stage: (lambda rest, console, stage=stage: _run(rest, console, stage))
             for stage in ("sft", "reward", "preference", "ppo", "eval")
@@ -148,6 +150,30 @@ def _chat(arguments: list[str], console: Console) -> None:
             return
         for name, answer in chat.answer(text).items():
             console.line(f"{name:<7} {answer}", "green" if name == "after" else "")
+
+
+def _classic(arguments: list[str], console: Console) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("keel classic needs a gymnasium environment", remedy="keel classic CartPole-v1")
+    import tyro
+
+    from keel.classic.config import ClassicConfig
+
+    env, flags = arguments[0], [a for a in arguments[1:] if a != "--overwrite"]
+    config = tyro.cli(ClassicConfig, default=ClassicConfig(env=env), args=flags, prog=f"keel classic {env}")
+    console.line("loading torch ...", "dim")
+    from keel.classic.train import train_classic
+
+    command = shlex.join(["keel", "classic", *(a for a in arguments if a != "--overwrite")])
+    result = train_classic(config, console, command, "--overwrite" in arguments)
+    last = result.get("episode_return")
+    episodes = min(result["episodes"], 100)
+    told = f"mean return of the last {episodes} episodes {last:.1f}" if last is not None else "no episode has ended"
+    console.line(
+        f"{result['env']}, {result['algorithm']}, seed {result['seed']}: {told} after {result['steps']} steps; "
+        f"{result['steps_per_second']:.0f} steps per second",
+        "green",
+    )
 
 
 if __name__ == "__main__":

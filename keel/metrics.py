@@ -75,6 +75,16 @@ _ALL = [
     Metric("seconds_score", "s", "sum", "wall time of scoring"),
     Metric("seconds_experience", "s", "sum", "wall time of log-probabilities and values"),
     Metric("seconds_update", "s", "sum", "wall time of gradient steps"),
+    # classic tasks
+    Metric("environment_steps", "steps", "last", "steps of all environments since the start"),
+    Metric("episodes", "episodes", "last", "episodes that have ended since the start"),
+    Metric("episode_return", "reward", "last", "mean return of the last 100 episodes, as the task gives it"),
+    Metric("episode_length", "steps", "last", "mean length of the last 100 episodes"),
+    Metric(
+        "update_kl", "nats", "last", "exact KL(before || after) of the policy over the rollout's states", (0.0, 0.1)
+    ),
+    Metric("step_fraction", "share", "last", "part of trpo's full step that the line search took, 0 for none"),
+    Metric("line_search_tries", "steps", "last", "steps that trpo's line search tried"),
 ]
 
 REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _ALL}
