@@ -13,7 +13,7 @@ from keel.classic.experience import everything
 def policy_loss(
     logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip: float = math.inf
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, with its metrics as means over the steps. Without a clip it is TRPO's, and at a ratio of 1
+    """PPO's clipped surrogate, with its metrics as means over steps. Without a clip it is TRPO's, and at a ratio of 1
     its gradient is REINFORCE's."""
     loss, metrics = ppo_clip(
         logprobs_N,
