@@ -19,6 +19,7 @@ def tree(**sections):
 
 
 SOURCE = {"path": ["rows.jsonl"]}
+PPO = {"data": SOURCE, "reward": "a:b"}
 SANDBOX = {"model": {"path": "sandbox"}, "sandbox": {}, "sft": {}}
 
 
@@ -31,9 +32,8 @@ def test_every_shipped_recipe_parses_and_has_a_schedule(path):
 
 
 def test_there_are_recipes():
-    assert {"quickstart", "overoptimise", "dpo", "smollm2-sentiment", "smollm2-preferences"} <= {
-        p.stem for p in SHIPPED
-    }
+    sandbox, real = {"quickstart", "overoptimise", "dpo", "grpo"}, {"sentiment", "preferences", "gsm8k"}
+    assert {p.stem for p in SHIPPED} == sandbox | {f"smollm2-{name}" for name in real}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,23 @@ def test_there_are_recipes():
         (tree(**SANDBOX, reward={"weighting": "prompt", "responses_per_prompt": 2}), "a prompt has one pair"),
         (tree(**SANDBOX, eval={"best_of": 4}), "takes the best by a reward, but there is none"),
         (tree(**SANDBOX, reward={}, eval={"best_of": 1}), "eval.best_of"),
+        (tree(ppo={**PPO, "advantage": "rloo", "critic": {"clip": 0.1}}), "critic does nothing: advantage rloo has no"),
+        (tree(ppo={**PPO, "advantage": "remax", "lam": 0.9}), "lam 0.9 does nothing: advantage remax has no critic"),
+        (tree(ppo={**PPO, "advantage": "reinforce", "whiten": "sd"}), "whiten sd does nothing"),
+        (tree(ppo={**PPO, "advantage": "grpo", "responses_per_prompt": 2, "gamma": 0.9}), "gamma 0.9 does nothing"),
+        (tree(ppo={**PPO, "advantage": "grpo"}), "set responses_per_prompt to 2 or more"),
+        (tree(ppo={**PPO, "advantage": "remax", "truncated": "bootstrap"}), "needs a critic's value"),
+        (tree(ppo={**PPO, "lam": 0.9, "lam_alpha": 0.05}), "lam does nothing with lam_alpha"),
+        (tree(ppo={**PPO, "policy": {"loss": "policy_gradient", "clip": 0.1}}), "clip 0.1 does nothing"),
+        (tree(ppo={**PPO, "policy": {"loss": "policy_gradient"}}), "first of the 4 optimizer steps"),
+        (tree(ppo={**PPO, "policy": {"loss": "gspo", "dual_clip": 3}}), "dual_clip 3.0 does nothing"),
+        (tree(ppo={**PPO, "policy": {"old_kl_target": 0.1}}), "old_kl_target 0.1 does nothing"),
+        (tree(ppo={**PPO, "minibatches": 1, "policy": {"target_kl": 0.1}}), "target_kl does nothing"),
+        (tree(ppo={**PPO, "kl": {"coefficient": 0, "place": "loss"}}), "place loss does nothing"),
+        (
+            tree(ppo={**PPO, "advantage": "reinforce_plus_plus", "normalise_scores": True}),
+            "normalise_scores does nothing",
+        ),
         ({"model": {"path": "x"}}, "name: this setting is needed"),
         ([1], "a recipe is a mapping"),
     ],
@@ -96,6 +113,21 @@ def test_nulls_that_stand_for_a_default_are_filled_in():
     assert (recipe.model.lora_rank, recipe.model.lora_alpha) == (16, 32.0)
     separate = recipes.parse(tree(model={"path": "x", "backbone": "separate"})).resolved()
     assert separate.model.lora_rank is None
+
+
+def test_an_algorithm_brings_its_own_defaults():
+    def of(**ppo):
+        recipe = recipes.parse(tree(ppo={**PPO, **ppo})).resolved()
+        assert recipe.ppo and recipes.parse(recipe.model_dump(mode="json")).resolved() == recipe
+        return recipe.ppo
+
+    assert (of().policy.clip, of().policy.clip_high, of().policy.aggregation) == (0.2, 0.2, "token_mean")
+    assert of(policy={"clip": 0.1, "clip_high": 0.3}).policy.clip_high == 0.3
+    assert of(policy={"loss": "gspo"}).policy.clip == 3e-4
+    assert of(policy={"loss": "gspo"}).policy.aggregation == "sequence_mean_token_mean"
+    assert of(advantage="dr_grpo", responses_per_prompt=2).policy.aggregation == "constant"
+    assert of(advantage="dr_grpo", responses_per_prompt=2).critic.learning_rate is None
+    assert (of(lam=0.9).critic.lam, of(lam=0.9, critic={"lam": 1.0}).critic.lam) == (0.9, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -241,13 +241,25 @@ class TestBatches:
         assert micro_batches([3, 9, 2, 3, 5], tokens=10) == [[1], [4, 0], [3, 2]]
         assert micro_batches([], tokens=8) == []
 
-    @given(st.lists(st.integers(1, 30)), st.integers(1, 60))
-    def test_micro_batches_hold_every_row_once_within_the_budget(self, lengths: list[int], tokens: int):
-        groups = micro_batches(lengths, tokens)
+    @given(st.lists(st.integers(1, 90), max_size=60), st.sampled_from([10, 300, 2000, 8192]), st.integers(1, 4))
+    def test_micro_batches_hold_every_row_once_within_the_budget(self, lengths: list[int], tokens: int, workers: int):
+        groups = micro_batches(lengths, tokens, workers)
         assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
         for group in groups:
             longest = max(lengths[row] for row in group)
             assert len(group) == 1 or len(group) * longest <= tokens
         for group, after in pairwise(groups):
-            assert (len(group) + 1) * lengths[group[0]] > tokens  # full: the next row would not have fitted
             assert min(lengths[row] for row in group) >= max(lengths[row] for row in after)
+
+    def test_large_groups_hold_little_padding(self):
+        lengths = [40 + row % 70 for row in range(256)]
+        groups = micro_batches(lengths, 8192)
+        padded = sum(len(group) * lengths[group[0]] for group in groups)
+        assert padded < 1.1 * sum(lengths) and max(map(len, groups)) * 110 < 8192
+        assert micro_batches([100] * 64, 8192) == [list(range(64))]  # where all are alike, the budget alone decides
+
+    def test_workers_get_even_parts(self):
+        lengths = [60 + row % 31 for row in range(16)]
+        first, second = micro_batches(lengths, 8192, 2)
+        assert abs(sum(lengths[i] for i in first) - sum(lengths[i] for i in second)) <= 90
+        assert micro_batches([10] * 20, 8192, 2) == [list(range(20))]  # too little to share

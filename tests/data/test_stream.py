@@ -1,11 +1,13 @@
 """Order of rows: hand-worked epochs, every row once an epoch, resume from the step alone."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.data.stream import batch_rows, steps_for
+from keel.data.stream import POOL, batch_rows, steps_for
 from keel.errors import DataError
 
 
@@ -57,3 +59,22 @@ def test_a_batch_larger_than_the_data(call):
     with pytest.raises(DataError) as caught:
         call()
     assert "4 rows" in caught.value.what and "3" in caught.value.what and "at most 3" in caught.value.remedy
+
+
+@given(st.integers(16, 200), st.integers(1, 16), st.integers(0, 3))
+def test_rows_of_similar_length_share_a_batch_and_none_is_lost(rows: int, batch: int, seed: int):
+    """Over one pool the same rows come as without lengths, each batch is full, and batches do not overlap in length."""
+    lengths = [(7 * row) % 50 for row in range(rows)]
+    plain = [row for step in range(POOL) for row in batch_rows(rows, batch, step, seed)]
+    batches = [batch_rows(rows, batch, step, seed, lengths) for step in range(POOL)]
+    assert sorted(row for some in batches for row in some) == sorted(plain)
+    assert all(len(some) == batch for some in batches)
+    spans = sorted((min(lengths[r] for r in some), max(lengths[r] for r in some)) for some in batches)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_batches_of_a_pool_do_not_come_in_the_order_of_their_lengths():
+    lengths = list(range(1000))
+    first = [min(batch_rows(1000, 10, step, 0, lengths)) for step in range(POOL)]
+    assert first != sorted(first) and first != sorted(first, reverse=True)
+    assert batch_rows(1000, 10, POOL, 0, lengths) != batch_rows(1000, 10, 0, 0, lengths)
