@@ -26,3 +26,21 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     x = np.asarray(values, dtype=np.float64)
     half = Z * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0
     return float(x.mean()) - half, float(x.mean()) + half
+
+
+def clustered_share(hits: Sequence[float], counts: Sequence[int]) -> tuple[float, tuple[float, float]]:
+    """A share of trials that come in groups, such as all pairs of one prompt, and its interval.
+
+        share = sum h / sum n,   sd^2 = G / (G - 1) * sum (h - share * n)^2 / (sum n)^2      over G groups
+
+    The ratio estimator of cluster sampling [Cochran 1977, section 9.9], with 1.96 sd, cut to 0 and 1. Trials of one
+    group are alike, so that as many independent ones would say more. One trial a group: `wilson`.
+
+    hits, counts: of each group, a tie is half a hit.
+    """
+    h, n = np.asarray(hits, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    share, groups = float(h.sum() / n.sum()), len(n)
+    if groups == 1 or (n == 1).all():
+        return share, wilson(share, groups)
+    half = Z * math.sqrt(groups / (groups - 1) * float(((h - share * n) ** 2).sum())) / float(n.sum())
+    return share, (max(0.0, share - half), min(1.0, share + half))

@@ -264,7 +264,8 @@ def preference_stage(
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
     return {**numbers, **found, "rows": read.counts, "cut": dict(encoder.counts), "steps": plan.steps} | (
-        {"accuracy_interval": wilson(numbers["heldout_accuracy"], found["heldout_pairs"])} if "pairs" in found else {}
+        # Pairs of one prompt are alike: prompts are counted, which is exact for one pair a prompt and wide for more.
+        {"accuracy_interval": wilson(numbers["heldout_accuracy"], found["heldout_prompts"])} if "pairs" in found else {}
     )
 
 
@@ -282,6 +283,7 @@ def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> 
         return {f"heldout_{name}": numbers[name] for name in ("loss", "accuracy", "reward_chosen")}
 
     found = {"pairs": sum(map(len, train)), "prompts": len(train), "heldout_pairs": sum(map(len, held))}
+    found["heldout_prompts"] = len(held)
     return (
         [group.longest for group in groups[: len(train)]],
         lambda rows: pair_pass(roles, pairs, rows, settings, pad_id),

@@ -12,6 +12,7 @@ from torch import Tensor
 from keel.algo import moments
 from keel.algo.preference import bradley_terry
 from keel.data.encode import micro_batches
+from keel.evaluate.intervals import clustered_share
 from keel.models.roles import Roles, micro_group_scores, scores_B
 from keel.models.side_by_side import add_gradients, side_by_side
 from keel.types import TokenSequence
@@ -93,17 +94,24 @@ def pair_loss(
     return step
 
 
-def accuracy(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> float:
-    """Share of pairs in which the preferred response scores higher; equal scores count half."""
+def accuracy(
+    roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
+) -> tuple[float, tuple[float, float]]:
+    """Share of pairs in which the preferred response scores higher, and its interval; equal scores count half."""
     workers = roles.workers("reward")
+    parts = micro_groups(groups, micro_tokens, workers)
+    hits = [0.0] * len(groups)
 
     @torch.inference_mode()
-    def right(part: list[int]) -> float:
+    def right(part: list[int]) -> list[Tensor]:
         chosen_B, rejected_B = _score_pairs(roles, [groups[i] for i in part], pad_id)
-        return ((chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()).sum().item()
+        right_B = (chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()
+        return list(right_B.split([len(groups[i].pairs) for i in part]))
 
-    total = sum(side_by_side(right, micro_groups(groups, micro_tokens, workers), workers))
-    return total / sum(len(group.pairs) for group in groups)
+    for part, found in zip(parts, side_by_side(right, parts, workers), strict=True):
+        for i, right_B in zip(part, found, strict=True):
+            hits[i] = right_B.sum().item()
+    return clustered_share(hits, [len(group.pairs) for group in groups])
 
 
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:

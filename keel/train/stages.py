@@ -13,7 +13,6 @@ from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
 from keel.data.stream import batch_rows, steps_for
 from keel.errors import DataError
-from keel.evaluate.intervals import wilson
 from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
@@ -230,8 +229,11 @@ def reward_stage(
         settings.checkpoint_every,
     )
 
+    found: dict[str, tuple[float, float]] = {}
+
     def measure() -> dict[str, float]:
-        return {"heldout_accuracy": accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)}
+        share, found["accuracy_interval"] = accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)
+        return {"heldout_accuracy": share}
 
     step = pair_loss(
         roles,
@@ -256,13 +258,12 @@ def reward_stage(
     assert isinstance(roles, SharedRoles | SeparateRoles)
     roles.save_headed("reward", stage.model)
     save_tokenizer(encoder, stage.model)
-    share, held_pairs = numbers["heldout_accuracy"], sum(map(len, held))
     result: dict[str, Any] = {
-        "accuracy": share,
-        "accuracy_interval": wilson(share, held_pairs),
+        "accuracy": numbers["heldout_accuracy"],
+        **found,
         "pairs": sum(map(len, train)),
         "prompts": len(train),
-        "heldout_pairs": held_pairs,
+        "heldout_pairs": sum(map(len, held)),
         "rows": read.counts,
         "cut": dict(encoder.counts),
         "steps": plan.steps,

@@ -7,7 +7,7 @@ import torch
 
 from keel.evaluate.compare import compare_scores, kl_per_response, mean_of, win_rate
 from keel.evaluate.curves import draw_curves
-from keel.evaluate.intervals import mean_interval, wilson
+from keel.evaluate.intervals import clustered_share, mean_interval, wilson
 
 
 def test_wilson_by_hand():
@@ -16,6 +16,20 @@ def test_wilson_by_hand():
     assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
     assert wilson(0.0, 5)[0] == 0 and wilson(1.0, 5)[1] == 1
     assert wilson(0.5, 0) == (0.0, 1.0)
+
+
+def test_clustered_share_by_hand():
+    """Groups of 4, 2 and 2 trials with 4, 1 and 0 hits: share 5/8, residuals 1.5, -0.25, -1.25."""
+    share, (low, high) = clustered_share([4, 1, 0], [4, 2, 2])
+    assert share == 5 / 8
+    sd = math.sqrt(3 / 2 * (1.5**2 + 0.25**2 + 1.25**2)) / 8
+    assert (low, high) == (
+        pytest.approx(max(0, share - 1.959964 * sd), abs=1e-6),
+        pytest.approx(min(1, share + 1.959964 * sd), abs=1e-6),
+    )
+    assert clustered_share([1, 0, 1], [1, 1, 1]) == (2 / 3, wilson(2 / 3, 3))
+    same, interval = clustered_share([1, 1, 1, 1], [2, 2, 2, 2])  # no group differs from another
+    assert same == 0.5 and interval == (0.5, 0.5)
 
 
 def test_mean_interval_by_hand():
