@@ -111,8 +111,8 @@ def train_online(
             greedy_B = reward.score(likeliest) if likeliest else None
             seen = rollout_metrics(rollouts, scores_B, gold, each)
             if ppo.normalise_scores:
-                state["score_moments"] = moments.merge(Moments(*state["score_moments"]), moments.of(scores_B))
-            known = Moments(*state["score_moments"])
+                state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(scores_B))
+            known = _moments(state, "score")
             scores_B = trained_scores(scores_B, rollouts, ppo, known)
             if greedy_B is not None and likeliest:
                 greedy_B = trained_scores(greedy_B, likeliest, ppo, known).repeat_interleave(each)
@@ -174,8 +174,8 @@ def make_experience(
     reference_BT, kl_BT = policy_BT, torch.zeros_like(policy_BT)
     if roles.has("reference"):
         reference_BT, _ = logprobs_BT(roles, "reference", *passes)
-        exact = ppo.kl.estimator == "exact"
-        kl_BT = exact_kl_BT(roles, *passes) if exact else ESTIMATORS[ppo.kl.estimator](policy_BT, reference_BT)
+        estimator = ppo.kl.estimator
+        kl_BT = exact_kl_BT(roles, *passes) if estimator == "exact" else ESTIMATORS[estimator](policy_BT, reference_BT)
     in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
     rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
@@ -190,7 +190,7 @@ def make_experience(
     before_BT = beyond_B = None
     if ppo.has_critic:
         before_BT, last_B = values_BT(roles, sequences, pad_id, ppo.micro_tokens)
-        known = Moments(*state["return_moments"])
+        known = _moments(state, "return")
         before_BT, last_B = moments.denormalised(before_BT, known), moments.denormalised(last_B, known)
         if ppo.truncated == "bootstrap":
             beyond_B = torch.where(_stopped(rollouts), 0.0, last_B)
@@ -276,15 +276,19 @@ def accumulate(
     def policy_loss(part: list[int]) -> tuple[Tensor, dict[str, float]]:
         ids_BS, places_BS, old, some = micro(part)
         exact = ppo.kl.place == "loss" and ppo.kl.estimator == "exact"
-        packed = micro_policy(roles, ids_BS, places_BS, ppo.temperature, exact)
-        now = Now(*(None if x_N is None else unpacked(x_N, old.mask_BT) for x_N in packed))
+        logprobs_N, entropy_N, kl_N = micro_policy(roles, ids_BS, places_BS, ppo.temperature, exact)
+        now = Now(
+            unpacked(logprobs_N, old.mask_BT),
+            unpacked(entropy_N, old.mask_BT),
+            None if kl_N is None else unpacked(kl_N, old.mask_BT),
+        )
         loss, metrics = policy_objective(ppo, now, old, denominators_B1[some].to(roles.device), state)
         return _finite(loss, "policy"), {
             "policy_loss": loss.item(),
             **{n: total.item() for n, total in metrics.items()},
         }
 
-    known = Moments(*state["return_moments"])  # the critic's outputs are in their units; 0 and 1 without popart
+    known = _moments(state, "return")  # the critic's outputs are in their units; 0 and 1 without popart
 
     def critic_loss(part: list[int]) -> tuple[Tensor, float]:
         ids_BS, places_BS, old, _ = micro(part)
@@ -333,8 +337,13 @@ def _stopped(rollouts: Rollouts) -> Tensor:
     return torch.tensor([finish == "stop" for finish in rollouts.finish])
 
 
+def _moments(state: Mapping[str, Any], what: str) -> Moments:
+    count, mean, m2 = state[f"{what}_moments"]  # a list, once it has been in a checkpoint
+    return Moments(count, mean, m2)
+
+
 def _move_popart(roles: Roles, state: dict[str, Any], returns_N: Tensor) -> None:
-    old = Moments(*state["return_moments"])
+    old = _moments(state, "return")
     new = moments.merge(old, moments.of(returns_N))
     state["return_moments"] = new
     roles.head("critic").rewrite(*popart(*roles.head("critic").weights, old, new))

@@ -175,8 +175,8 @@ def thumb_pass(
 
     The baseline is measured first, over the whole batch and without gradient; the denominators are of the whole batch.
     """
-    beta, weights = settings.beta, (settings.desirable_weight, settings.undesirable_weight)
-    assert beta is not None and weights[0] is not None and weights[1] is not None
+    beta, up_weight, down_weight = settings.beta, settings.desirable_weight, settings.undesirable_weight
+    assert beta is not None and up_weight is not None and down_weight is not None
     some = [thumbs.rows[i] for i in rows]
     ups = sum(row.up for row in some)
     mismatched_B = measured_B(roles, [row.mismatched for row in some], pad_id, settings.micro_tokens)
@@ -187,7 +187,7 @@ def thumb_pass(
         reference_B = thumbs.reference_B[[rows[i] for i in part]].to(policy_B.device)
         up_B = torch.tensor([some[i].up for i in part], device=policy_B.device)
         loss, metrics = kto(
-            policy_B, reference_B, up_B, baseline, beta, (weights[0], weights[1]), (ups, len(some) - ups)
+            policy_B, reference_B, up_B, baseline, beta, (up_weight, down_weight), (ups, len(some) - ups)
         )
         if settings.likelihood:
             lengths_B = torch.tensor([len(some[i].sequence.response_ids) for i in part], device=policy_B.device)

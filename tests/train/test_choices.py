@@ -125,6 +125,8 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(kind, tiny_model):
 def test_kl_in_the_loss_pulls_the_policy_back(kind, estimator, tiny_model):
     """With advantages of 0 only the KL has a gradient: a step along it shrinks the exact KL."""
     recipe = recipe_of(kl={"place": "loss", "estimator": estimator, "coefficient": 1.0}, minibatches=1, rollouts=64)
+    assert recipe.ppo
+    state = first_state(recipe.ppo)
     roles = backbone(kind, tiny_model, ("policy", "reference", "critic"))
 
     def gradient() -> tuple[float, list[torch.Tensor]]:
@@ -136,11 +138,10 @@ def test_kl_in_the_loss_pulls_the_policy_back(kind, estimator, tiny_model):
         experience.advantages_BT.zero_()
         for parameter in roles.parameters("policy").values():
             parameter.grad = None
-        accumulate(learner_of(roles, recipe), experience, list(range(60)), first_state(recipe.ppo), ["policy"])
+        accumulate(learner_of(roles, recipe), experience, list(range(60)), state, ["policy"])
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in roles.parameters("policy").values()]
         return exact_kl_BT(roles, rollouts.sequences(), 1.0, 0, 4000).sum().item() / 60, [g.clone() for g in grads]
 
-    assert recipe.ppo
     before, grads = gradient()
     norm = math.sqrt(sum(g.square().sum().item() for g in grads))
     with torch.no_grad():
@@ -217,12 +218,13 @@ def test_ptx_keeps_what_sft_taught(tiny_model, tmp_path):
 
 
 def test_a_response_left_alone_in_its_group_is_dropped_too(tiny_model):
-    recipe = free("rloo", truncated="drop")
-    assert recipe.ppo
+    recipe, other = free("rloo", truncated="drop"), recipe_of(truncated="drop")
+    assert recipe.ppo and other.ppo
     _, rollouts = rolled_out("separate", tiny_model, recipe)
-    rollouts.finish = ["stop", "length", "length", "length"] + ["stop"] * 3 + ["length"] + ["length"] * 4
+    stopped = (0, 4, 5, 6)
+    rollouts.finish = ["stop" if b in stopped else "length" for b in range(12)]
     assert kept_rows(rollouts, recipe.ppo) == [4, 5, 6]
-    assert kept_rows(rollouts, recipe_of(truncated="drop").ppo) == [0, 4, 5, 6]  # type: ignore[arg-type]
+    assert kept_rows(rollouts, other.ppo) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
