@@ -142,7 +142,7 @@ def _from_log(config: ClassicConfig) -> dict[str, float | None]:
 
 
 def _detail(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    names = ("episode_return", "seconds", "steps_per_second", "updates", "kl_mean", "kl_max", "steps_to_475")
+    names = ("episode_return", "seconds", "cpu_seconds", "updates", "kl_mean", "kl_max", "steps_to_475")
     return {"seeds": list(results), **{name: [r[name] for r in results.values()] for name in names}}
 
 
