@@ -142,8 +142,8 @@ def _from_log(config: ClassicConfig) -> dict[str, float | None]:
 
 
 def _detail(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    names = ("episode_return", "seconds", "steps_per_second", "updates", "kl_mean", "kl_max", "steps_to_475")
-    return {"seeds": list(results), **{name: [r[name] for r in results.values()] for name in names}}
+    names = ("episode_return", "seconds", "cpu_seconds", "updates", "kl_mean", "kl_max", "steps_to_475")
+    return {"seeds": list(results), **{name: [r.get(name) for r in results.values()] for name in names}}
 
 
 def _installed(task: str) -> str:

@@ -113,7 +113,7 @@ class Learner:
 
     def run(self, stage: StageFolder, console: Console, interrupt: Interrupt, command: str) -> dict[str, Any]:
         """Updates until the steps are used up; one line of metrics each, the weights at the end."""
-        config, began = self.config, time.monotonic()
+        config, began, worked = self.config, time.monotonic(), time.process_time()
         assert config.environments and config.rollout
         size = config.environments * config.rollout
         try:
@@ -140,6 +140,7 @@ class Learner:
             "episodes": self.episodes.count,
             **self.episodes.means(),
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - worked,
             "steps_per_second": self.steps / seconds,
         }
 
