@@ -20,6 +20,7 @@ from keel.runs.interrupt import Interrupt
 from keel.train import stages, world
 from keel.train.assess import eval_stage
 from keel.train.context import Run
+from keel.train.inputs import Inputs, read_inputs
 from keel.train.preference import preference_stage
 from keel.train.summary import draw, summarise
 
@@ -66,7 +67,7 @@ class Pipeline:
             FunctionReward.named(recipe.ppo.reward)  # a mistake in it should show before an hour of SFT
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
-        rows = stages.read_inputs(recipe, data, self.run.console)
+        rows = read_inputs(recipe, data, self.run.console)
         start = base = base or self._base()
         if rows.demonstrations:
             read = rows.demonstrations
@@ -95,7 +96,7 @@ class Pipeline:
             summarise(self.run, self.results)
         self._manifest()
 
-    def _preference(self, start: Path | str, rows: stages.Inputs, data: Path) -> Path:
+    def _preference(self, start: Path | str, rows: Inputs, data: Path) -> Path:
         read = rows.preferences
         ranked = self.run.folder.stage("reward").path / world.PREFERENCES if self.recipe.reward else None
         return self._stage(

@@ -19,7 +19,6 @@ from keel.algo.preference import Metrics, dpo, ipo, kto, kto_baseline, mean_nll,
 from keel.config import PreferenceConfig, SourceConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.formats import ReadResult, read_prompts
-from keel.data.stream import steps_for
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
 from keel.models.loading import load_encoder
@@ -29,8 +28,9 @@ from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
 from keel.train import world
 from keel.train.context import Run
+from keel.train.inputs import read_judgements, split_prompts
 from keel.train.reward import Comparisons, micro_groups, pair_places
-from keel.train.stages import accuracy_ceiling, build_policy, compare, read_judgements, save_tokenizer, split_prompts
+from keel.train.stages import accuracy_ceiling, build_policy, compare, save_tokenizer
 from keel.train.supervised import Plan, fit
 from keel.types import PreferencePair, Thumb, TokenSequence
 
@@ -247,14 +247,7 @@ def preference_stage(
             ranked = world.collect_preferences(run, stage, LocalEngine(roles, encoder), prompts, settings)
         read = read_judgements(SourceConfig(path=[str(ranked)]), settings)
     lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(run, roles, encoder, read.records)
-    plan = Plan(
-        steps_for(len(lengths), settings.batch, settings.epochs),
-        settings.batch,
-        settings.learning_rate,
-        settings.warmup,
-        settings.max_grad_norm,
-        settings.checkpoint_every,
-    )
+    plan = Plan.of(settings, len(lengths))
     numbers = fit(run, stage, settings.loss, roles, "policy", lengths, plan, step, measure)
     if settings.loss not in (*REFERENCE_FREE, "kto") and numbers["heldout_reward_chosen"] < 0:
         run.console.line(

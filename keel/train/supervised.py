@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keel.data.stream import batch_rows
+from keel.config import PreferenceConfig, RewardConfig, SftConfig
+from keel.data.stream import batch_rows, steps_for
 from keel.models.roles import Role, Roles
 from keel.runs.folder import StageFolder
 from keel.train.context import Run, Session
@@ -23,6 +24,19 @@ class Plan:
     max_grad_norm: float
     checkpoint_every: int
     hold: float = 0.0
+
+    @classmethod
+    def of(cls, settings: SftConfig | RewardConfig | PreferenceConfig, rows: int) -> "Plan":
+        """As a stage's section says, for so many rows. Raises DataError where the batch is larger than that."""
+        assert settings.learning_rate is not None
+        return cls(
+            steps_for(rows, settings.batch, settings.epochs),
+            settings.batch,
+            settings.learning_rate,
+            settings.warmup,
+            settings.max_grad_norm,
+            settings.checkpoint_every,
+        )
 
 
 def fit(

@@ -1,0 +1,146 @@
+"""Every row that a recipe trains on, read and split before anything is trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from keel.config import PreferenceConfig, Recipe, RewardConfig, SourceConfig
+from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
+from keel.errors import DataError
+from keel.runs.console import Console
+from keel.train import world
+from keel.types import Demonstration, PreferencePair, Prompt, Thumb
+
+Preference = TypeVar("Preference", PreferencePair, Thumb)
+
+
+def split_rows(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """Row numbers to train on and to keep back, by seed. Raises DataError where nothing would be left to train on."""
+    if held_out >= count:
+        raise DataError(
+            f"{held_out} rows are to be held out, but there are only {count}",
+            remedy="give more data, or lower held_out (eval.prompts for prompts)",
+        )
+    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, count]))).permutation(count).tolist()
+    return sorted(order[held_out:]), sorted(order[:held_out])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Every row that the recipe trains on. Fields of stages that it lacks are None or empty; the sandbox's preferences
+    (pairs of the reward stage; pairs, or thumbs for kto, of the preference stage) are None too, as they are collected
+    from the SFT model later."""
+
+    demonstrations: ReadResult[Demonstration] | None
+    pairs: ReadResult[PreferencePair] | None
+    preferences: ReadResult[PreferencePair] | ReadResult[Thumb] | None
+    prompts: ReadResult[Prompt] | None
+    ptx: ReadResult[Demonstration] | None
+    train_prompts: list[Prompt]
+    heldout_prompts: list[Prompt]
+
+
+def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
+    """Reads all files of the recipe, or those that the sandbox left in `data`, before anything is trained, so that a
+    mistake in the last one shows at once; says how many rows each has, and what was dropped or repaired.
+
+    Raises DataError with file and row.
+    """
+    sft, reward, preference, ppo = recipe.sft, recipe.reward, recipe.preference, recipe.ppo
+    demonstrations, pairs, preferences, prompts, ptx = None, None, None, None, None
+    train: list[Prompt] = []
+    held: list[Prompt] = []
+    count = recipe.eval.prompts if recipe.eval else 0
+    if sft:
+        source = sft.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
+        demonstrations = read_demonstrations(source.path, source.columns)
+        _tell(console, "sft", "demonstrations", demonstrations)
+    if reward and reward.data:
+        pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None)
+        _tell(console, "reward", "preference pairs", pairs)
+    if preference and preference.data:
+        preferences = read_judgements(preference.data, preference)
+        _tell(console, "preference", "thumbs" if preference.loss == "kto" else "preference pairs", preferences)
+    if ppo:
+        source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
+        prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
+        _tell(console, "ppo", "prompts", prompts)
+        train = prompts.records
+        if ppo.data:
+            train_rows, held_rows = split_rows(len(train), count, recipe.seed)
+            train, held = [train[i] for i in train_rows], [train[i] for i in held_rows]
+        elif count:
+            held = read_prompts(data / world.HELD_OUT).records[:count]
+        if len(train) < ppo.rollouts // ppo.responses_per_prompt:
+            raise DataError(
+                f"an update takes {ppo.rollouts // ppo.responses_per_prompt} prompts, but there are only {len(train)}",
+                where="ppo.data",
+                remedy="give more prompts, or lower ppo.rollouts or eval.prompts",
+            )
+        if ppo.ptx:
+            source = ppo.ptx.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
+            ptx = read_demonstrations(source.path, source.columns)
+            _tell(console, "ppo.ptx", "demonstrations", ptx)
+    elif count and recipe.sandbox:
+        held = read_prompts(data / world.HELD_OUT).records[:count]
+    elif count and (preference or reward):
+        held = _heldout_prompts(recipe, count, preferences or pairs)
+    return Inputs(demonstrations, pairs, preferences, prompts, ptx, train, held)
+
+
+def read_judgements(source: SourceConfig, settings: PreferenceConfig) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
+    """What the preference stage's loss learns from: thumbs for kto, else pairs."""
+    read = read_thumbs if settings.loss == "kto" else read_preferences
+    return read(source.path, source.columns)
+
+
+def _heldout_prompts(recipe: Recipe, count: int, read: Any) -> list[Prompt]:
+    name, settings = ("preference", recipe.preference) if recipe.preference else ("reward", recipe.reward)
+    assert settings and read
+    prompts = [group[0].prompt for group in split_prompts(read.records, settings, recipe.seed, name)[1]]
+    if len(prompts) < count:
+        raise DataError(
+            f"eval.prompts is {count}, but the rows that {name} holds out have {len(prompts)} prompts",
+            where=f"{name}.data",
+            remedy=f"lower eval.prompts, or raise {name}.held_out",
+        )
+    return prompts[:count]
+
+
+def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> None:
+    counts = read.counts
+    reasons = [f"{count} dropped: {reason}" for reason, count in counts["dropped"].items()]
+    reasons += [f"{count} repaired: {reason}" for reason, count in counts["repaired"].items()]
+    console.line(f"  {stage:<10} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
+
+
+def split_prompts(
+    rows: Sequence[Preference], settings: RewardConfig | PreferenceConfig, seed: int, where: str
+) -> tuple[list[list[Preference]], list[list[Preference]]]:
+    """Preferences to train on and to keep back, by prompt; no prompt is in both. where: the section, for errors.
+
+    Raises DataError where too few are left.
+    """
+    groups: dict[tuple[str, ...], list[Preference]] = {}
+    for row in rows:
+        groups.setdefault(tuple(m["content"] for m in row.prompt.messages), []).append(row)
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, len(rows)])))
+    train: list[list[Preference]] = []
+    held: list[list[Preference]] = []
+    keys = list(groups)
+    for k in rng.permutation(len(keys)).tolist():
+        (held if sum(map(len, held)) < settings.held_out else train).append(groups[keys[k]])
+    train = train[: settings.max_prompts] if settings.max_prompts else train
+    thumbs = bool(rows) and isinstance(rows[0], Thumb)
+    left = sum(map(len, train)) if thumbs else len(train)
+    if left < settings.batch:
+        raise DataError(
+            f"{len(rows)} {'thumbs' if thumbs else 'preference pairs'} leave {left} "
+            f"{'of them' if thumbs else 'prompts'} to train on, less than a batch of {settings.batch}",
+            where=where,
+            remedy=f"give more, or lower {where}.held_out or {where}.batch",
+        )
+    return train, held
