@@ -248,7 +248,7 @@ def preference_stage(
         read = read_judgements(SourceConfig(path=[str(ranked)]), settings)
     lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(run, roles, encoder, read.records)
     plan = Plan.of(settings, len(lengths))
-    numbers = fit(run, stage, settings.loss, roles, "policy", lengths, plan, step, measure)
+    numbers = fit(run, stage, settings.loss, roles, "policy", len(lengths), plan, step, measure, lengths)
     if settings.loss not in (*REFERENCE_FREE, "kto") and numbers["heldout_reward_chosen"] < 0:
         run.console.line(
             "preferred responses are less likely now than under the SFT model, the others by still more: the loss sees "

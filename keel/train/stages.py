@@ -64,7 +64,7 @@ def sft_stage(
         "sft",
         roles,
         "policy",
-        [len(sequence) for sequence in train],
+        len(train),
         plan,
         token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
@@ -126,7 +126,9 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
-    numbers = fit(run, stage, "reward model", roles, "reward", [g.longest for g in groups], plan, step, measure)
+    numbers = fit(
+        run, stage, "reward model", roles, "reward", len(train), plan, step, measure, [g.longest for g in groups]
+    )
     asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(

@@ -45,16 +45,18 @@ def fit(
     title: str,
     roles: Roles,
     role: Role,
-    lengths: Sequence[int],
+    rows: int,
     plan: Plan,
     step_loss: Callable[[list[int]], dict[str, float]],
     held_out: Callable[[], dict[str, float]],
+    lengths: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Trains one role and returns the held-out numbers at the end.
 
-    lengths: tokens of every row; rows of similar length share a step.
     step_loss: given row numbers, adds the gradient of their mean loss and returns metrics.
     held_out: the numbers on rows kept back; called at every checkpoint and at the end.
+    lengths: tokens of every row. Given, rows of similar length share a step: less padding where a step is a single
+        micro-batch. Not for a mean over tokens of unlike rows: a token of a short row would weigh more.
     Goes on from the newest checkpoint. Raises Interrupted, NumberError, RunError; DataError where batch > rows.
     """
     optimizer = make_optimizer(roles.parameters(role).values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
@@ -65,7 +67,7 @@ def fit(
             began = time.monotonic()
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
             set_rate(optimizer, rate)
-            values = step_loss(batch_rows(len(lengths), plan.batch, session.step, run.recipe.seed, lengths))
+            values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed, lengths))
             norm = guarded_step(
                 {role: optimizer}, {role: plan.max_grad_norm}, f"{stage.path.name}, step {session.step + 1}"
             )

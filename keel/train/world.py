@@ -89,10 +89,11 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         "pretraining the base model",
         roles,
         "policy",
-        [len(row) for row in rows],
+        len(rows),
         plan,
         token_loss(roles, "policy", rows, pad, PRETRAIN_MICRO_TOKENS),
         lambda: mean_loss(roles, "policy", held, pad, PRETRAIN_MICRO_TOKENS),
+        [len(row) for row in rows],
     )
     roles.export("policy", stage.model)
     tokenizer.save_pretrained(stage.model)
