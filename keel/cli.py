@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     except KeelError as error:
         Console(_stderr()).line(f"keel: {error}", "red")
         code = error.exit_code
+    except BrokenPipeError:  # whoever read the output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except KeyboardInterrupt:
         Console(_stderr()).line("keel: stopped at once; the same command goes on from the last checkpoint", "red")
         code = 130
@@ -61,6 +64,11 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     command, rest = arguments[0], arguments[1:]
     if rest and rest[0] in ("-h", "--help") and command != "chat":
         console.line(HELP)
+        return 0
+    if command == "--version":
+        from importlib.metadata import version
+
+        console.line(f"keel-rl {version('keel-rl')}")
         return 0
     commands: dict[str, Callable[[list[str], Console], None]] = {
         "run": lambda rest, console: _run(rest, console, None),
@@ -134,6 +142,8 @@ def _chat(arguments: list[str], console: Console) -> None:
         return run, temperature
 
     chosen = tyro.cli(flags, args=arguments, prog="keel chat")
+    if chosen[1] is not None and not 0 <= chosen[1] < float("inf"):
+        raise ConfigError(f"the temperature is {chosen[1]}", where="--temperature", remedy="give 0 or more")
     console.line("loading torch and the two models ...", "dim")
     from keel.evaluate.chat import open_chat
 
@@ -146,6 +156,8 @@ def _chat(arguments: list[str], console: Console) -> None:
             text = console.rich.input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except (UnicodeDecodeError, TypeError):
+            raise ConfigError("a line of the input is no text", remedy="give lines in UTF-8") from None
         if not text:
             return
         for name, answer in chat.answer(text).items():

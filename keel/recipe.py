@@ -54,14 +54,28 @@ def _read_yaml(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         known = sorted(str(p) for p in Path("recipes").glob("*.yaml"))
-        hint = f"recipes here: {', '.join(known)}" if known else "give the path of a .yaml file"
+        near = difflib.get_close_matches(str(path), known, n=1)
+        shown = f"recipes here: {', '.join(known)}" if known else "give the path of a .yaml file"
+        hint = f"did you mean {near[0]}?" if near else shown
         raise ConfigError("there is no such recipe", where=str(path), remedy=hint) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the recipe cannot be read: {error}", where=str(path)) from None
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Loader)  # a safe loader
+    except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"the recipe is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See yaml.SafeLoader."""
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
@@ -184,6 +198,6 @@ def _pair_passes(settings: RewardConfig | PreferenceConfig) -> list[str]:
         what = ("thumbs", "thumbs")
     return [
         *sentences,
-        f"{settings.epochs} pass(es) over {most} with their {what[0]}, less those of {settings.held_out} {what[0]} "
+        f"{settings.epochs} pass(es) over {most} with their {what[0]}, after {settings.held_out} {what[0]} are "
         f"held out, {settings.batch} {what[1]} a step",
     ]

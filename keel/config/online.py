@@ -201,6 +201,8 @@ def _check_advantage(ppo: PpoConfig) -> None:
     refuse(ppo, {"critic": alone, "lam": alone, "lam_alpha": alone}, f"{name} has no critic")
     refuse(ppo, {"whiten": alone}, f"{name} says itself how it is scaled")
     refuse(ppo, {"gamma": ppo.advantage in GROUPED}, f"{name} gives every token of a response the same advantage")
+    if ppo.truncated == "drop" and ppo.missing_eos_penalty:
+        raise ValueError("missing_eos_penalty does nothing with truncated drop: those responses are left out")
     if ppo.lam_alpha and ppo.lam != PpoConfig.model_fields["lam"].default:
         raise ValueError("lam does nothing with lam_alpha, which sets it by length; for the critic set critic.lam")
     if alone and ppo.truncated == "bootstrap":

@@ -59,9 +59,9 @@ def read_files(paths: str | Path | Sequence[str | Path], text_as: str | None) ->
 
 
 def _content(path: str) -> bytes:
-    if Path(path).is_dir():
-        raise DataError("This is a folder, not a file.", where=path, remedy="Name the file or files in it.")
     try:
+        if Path(path).is_dir():
+            raise DataError("This is a folder, not a file.", where=path, remedy="Name the file or files in it.")
         packed = Path(path).read_bytes()
         return gzip.decompress(packed) if path.endswith(".gz") else packed
     except FileNotFoundError:
@@ -70,8 +70,9 @@ def _content(path: str) -> bytes:
         ) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"The gzip file is damaged: {error}.", where=path, remedy="Fetch or pack it again.") from error
-    except OSError as error:
-        raise DataError(f"The file cannot be read: {error.strerror}.", where=path, remedy="Mend its rights.") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"The file cannot be read: {reason}.", where=path, remedy="Mend its rights.") from error
 
 
 def _rows(path: str, content: bytes, text_as: str | None) -> Iterator[Row]:

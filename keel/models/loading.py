@@ -42,10 +42,10 @@ def pick_device(name: str) -> torch.device:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or Hub id. Raises ModelError where there is none, or none with an end token."""
-    _check_place(path)
+    check_place(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file fails in whatever way its reader does
         raise ModelError(
             f"the tokenizer cannot be loaded: {_first_line(error)}",
             where=str(path),
@@ -73,12 +73,12 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
         ModelError: no model there, weights missing, or logits that are no linear map of the last hidden state (soft
             caps, scaled logits), which Keel's chunked log-probabilities do not cover.
     """
-    _check_place(path)
+    check_place(path)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # as above
         raise ModelError(
             f"the model cannot be loaded: {_first_line(error)}",
             where=str(path),
@@ -109,6 +109,12 @@ def unembedding(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | No
 def _check_unembedding(model: PreTrainedModel, path: str | Path) -> None:
     ids = torch.arange(4, device=model.device).remainder(model.config.vocab_size).unsqueeze(0)
     logits = model(input_ids=ids, use_cache=False).logits
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            "the model gives numbers that are not finite: its weights are damaged, or too large for model.dtype",
+            where=str(path),
+            remedy="fetch or make the weights again, or use model.dtype float32",
+        )
     weight, bias = unembedding(model)
     ours = linear(model.base_model(input_ids=ids, use_cache=False).last_hidden_state, weight, bias)
     if not torch.allclose(logits.float(), ours.float(), rtol=1e-2, atol=1e-2):
@@ -119,9 +125,14 @@ def _check_unembedding(model: PreTrainedModel, path: str | Path) -> None:
         )
 
 
-def _check_place(path: str | Path) -> None:
+def check_place(path: str | Path) -> None:
+    """Raises ModelError where a path can be no model: missing, or a folder without config.json."""
     place = Path(path)
-    if place.is_dir():
+    try:
+        is_dir = place.is_dir()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the path cannot be used: {error}", where=str(path)[:200], remedy="give another") from None
+    if is_dir:
         if not (place / "config.json").is_file():
             raise ModelError(
                 "this folder holds no model: config.json is missing",

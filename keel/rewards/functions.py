@@ -5,10 +5,12 @@ names among: prompt (text of the last message), response (text), finish_reason (
 prompt), and the row's other columns. It returns one number, higher is better.
 """
 
+import copy
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,14 @@ class FunctionReward:
     def __init__(self, function: Callable[..., object], name: str):
         """name: what errors call it."""
         self.function, self.name = function, name
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:
+            raise RewardError(
+                "the reward function does not say which arguments it takes",
+                where=name,
+                remedy="wrap it: def score(response): return ...",
+            ) from None
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.takes = {p.name for p in parameters}
 
@@ -39,9 +48,11 @@ class FunctionReward:
         place, _, attribute = name.rpartition(":")
         try:
             module = _module(place)
-        except Exception as error:  # the user's own code runs here, and may fail in any way
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's own code runs here, and may fail in any way, or leave by sys.exit
             raise RewardError(
-                f"the reward function's module cannot be imported: {type(error).__name__}: {error}",
+                f"the reward function's module cannot be imported: {_told(error)}",
                 where=name,
                 remedy="name it as file.py:function or package.module:function, and install what it imports",
             ) from None
@@ -70,12 +81,14 @@ class FunctionReward:
         if not self.takes_all:
             given = {name: value for name, value in given.items() if name in self.takes}
         try:
-            value = self.function(**given)
-        except KeelError:
+            # Copies, and the mode of gradients put back: whatever the function does to them stays with it.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                value = self.function(**copy.deepcopy(given))
+        except (KeelError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise RewardError(
-                f"the reward function raised {type(error).__name__}: {error}",
+                f"the reward function raised {_told(error)}",
                 where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
                 remedy=f"it was called with {', '.join(sorted(given))}",
             ) from error
@@ -87,7 +100,17 @@ class FunctionReward:
                 where=f"{self.name}, prompt {prompt.source or b}",
                 remedy="return one float per response",
             )
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # refused with the others that are not finite
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an exception of the user's whose text fails in turn
+        return type(error).__name__
 
 
 def source_hash(name: str) -> str:

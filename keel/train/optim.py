@@ -39,7 +39,8 @@ def guarded_step(
     """Clips each optimizer's gradients to their global norm, steps all, clears, and returns the norms before clipping.
 
     Raises:
-        NumberError: a norm is not finite. No optimizer has stepped by then, and all gradients are cleared.
+        NumberError: a norm is not finite; no optimizer has stepped by then, and all gradients are cleared. Or a weight
+            is not after the step, which must not be saved.
     """
     norms: dict[str, float] = {}
     for name, optimizer in optimizers.items():
@@ -49,6 +50,13 @@ def guarded_step(
     if not bad:
         for optimizer in optimizers.values():
             optimizer.step()
+            stepped = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+            if not math.isfinite(nn.utils.get_total_norm(stepped).item()):
+                raise NumberError(
+                    "a weight is no longer finite after this step, which is not saved",
+                    where=where,
+                    remedy="lower the learning rate; the same command goes on from the last checkpoint",
+                )
     for optimizer in optimizers.values():
         optimizer.zero_grad(set_to_none=True)
     if bad:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from keel import metrics as registry
 from keel.config import Recipe
 from keel.errors import RunError
-from keel.models.loading import file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
+from keel.models.loading import check_place, file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
 from keel.rewards.functions import FunctionReward, source_hash
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
@@ -63,6 +64,8 @@ class Pipeline:
     def go(self) -> None:
         """All stages of the recipe, or the one that was asked for; then the summary, when there is an evaluation."""
         recipe = self.recipe
+        if recipe.model.path not in ("sandbox", "smollm2"):
+            check_place(recipe.model.path)
         if recipe.ppo and recipe.ppo.reward != "model":
             FunctionReward.named(recipe.ppo.reward)  # a mistake in it should show before an hour of SFT
         data = self.run.folder.stage("base").path
@@ -150,7 +153,14 @@ class Pipeline:
             console.rule(name)
             self._manifest()
             began = time.monotonic()
-            result = work(stage)
+            try:
+                result = work(stage)
+            except (OSError, SafetensorError) as error:
+                raise RunError(
+                    f"the stage could not write or read its files: {error}",
+                    where=str(stage.path),
+                    remedy="make room or mend the rights; the same command goes on from the last checkpoint",
+                ) from error
             result["seconds"] = time.monotonic() - began
             stage.finish(fingerprint, parts, result)
         else:

@@ -86,6 +86,7 @@ def test_there_are_recipes():
         (tree(ppo={**PPO, "advantage": "grpo", "responses_per_prompt": 2, "gamma": 0.9}), "gamma 0.9 does nothing"),
         (tree(ppo={**PPO, "advantage": "grpo"}), "set responses_per_prompt to 2 or more"),
         (tree(ppo={**PPO, "advantage": "remax", "truncated": "bootstrap"}), "needs a critic's value"),
+        (tree(ppo={**PPO, "truncated": "drop", "missing_eos_penalty": 1.0}), "does nothing with truncated drop"),
         (tree(ppo={**PPO, "lam": 0.9, "lam_alpha": 0.05}), "lam does nothing with lam_alpha"),
         (tree(ppo={**PPO, "policy": {"loss": "policy_gradient", "clip": 0.1}}), "clip 0.1 does nothing"),
         (tree(ppo={**PPO, "policy": {"loss": "policy_gradient"}}), "first of the 4 optimizer steps"),
@@ -105,6 +106,23 @@ def test_what_is_refused_and_why(given, told):
     with pytest.raises(ConfigError) as error:
         recipes.parse(given, "r.yaml")
     assert told in str(error.value) and "r.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["name: a\nname: b", "name: 2024-13-45", "x: !!int abc", "[" * 3000, "x: !!timestamp x"]
+)
+def test_yaml_that_is_none_or_says_a_thing_twice(text, tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        recipes.load(file)
+    assert "r.yaml" in str(error.value) and ("no YAML" in str(error.value))
+
+
+def test_a_misspelt_recipe_names_the_nearest(monkeypatch):
+    monkeypatch.chdir(FOLDER.parent)
+    with pytest.raises(ConfigError, match=r"did you mean recipes/quickstart.yaml\?"):
+        recipes.load("recipes/quikstart.yaml")
 
 
 def test_nulls_that_stand_for_a_default_are_filled_in():

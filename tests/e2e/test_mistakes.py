@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from keel import cli
 
@@ -14,6 +15,14 @@ def good(response): return -len(response) / 10
 def raises(response): raise ValueError("boom")
 def none(response): return None
 def nan(response): return float("nan")
+def leaves(response): raise SystemExit(0)
+def huge(response): return 10 ** 400
+class Dumb(Exception):
+    def __str__(self): raise ValueError("no text")
+def dumb(response): raise Dumb
+def rewrites(response, messages):
+    messages[0]["content"] = "CHANGED"
+    return 0.0
 """
 
 
@@ -28,6 +37,13 @@ def place(tmp_path, tiny_model, monkeypatch) -> Path:
     Path("broken.jsonl").write_text("not json\n")
     Path("no-model").mkdir()
     shutil.copytree(tiny_model, "no-eos")
+    for broken in ("nan-model", "cut-model", "list-model"):
+        shutil.copytree(tiny_model, broken)
+    weights = load_file("nan-model/model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] = float("nan")
+    save_file(weights, "nan-model/model.safetensors", metadata={"format": "pt"})
+    Path("cut-model/model.safetensors").write_bytes(Path("cut-model/model.safetensors").read_bytes()[:1000])
+    Path("list-model/config.json").write_text("[]")
     settings = json.loads(Path("no-eos/tokenizer_config.json").read_text())
     del settings["eos_token"]
     Path("no-eos/tokenizer_config.json").write_text(json.dumps(settings))
@@ -57,8 +73,17 @@ def run(model: str = "model", data: str = "rows.jsonl", **ppo: object) -> int:
         ({"polcy": {}}, ["ppo.polcy: there is no such setting", "recipe.yaml", "did you mean policy?"]),
         ({"reward": "fn.py:raises"}, ["raised ValueError: boom", "fn.py:raises", "rows.jsonl:"]),
         ({"reward": "fn.py:none"}, ["returned NoneType, not a number", "fn.py:none", "one float"]),
+        ({"reward": "fn.py:leaves"}, ["raised SystemExit", "fn.py:leaves", "rows.jsonl:"]),
+        ({"reward": "fn.py:huge"}, ["rewards are not finite", "fn.py:huge"]),
+        ({"reward": "fn.py:dumb"}, ["raised Dumb", "fn.py:dumb"]),
+        ({"reward": "builtins:max"}, ["does not say which arguments it takes", "builtins:max", "wrap it"]),
+        ({"model": "nan-model"}, ["not finite", "nan-model", "weights"]),
+        ({"model": "cut-model"}, ["the model cannot be loaded", "cut-model", "remedy"]),
+        ({"model": "list-model"}, ["cannot be loaded", "list-model", "remedy"]),
+        ({"model": "x" * 5000}, ["remedy"]),
+        ({"data": "x" * 5000}, ["cannot be read", "remedy"]),
         ({"reward": "fn.py:nan"}, ["rewards are not finite", "fn.py:nan", "finite number"]),
-        ({"reward": "fn.py:gone"}, ["no function 'gone'", "good, nan, none, raises"]),
+        ({"reward": "fn.py:gone"}, ["no function 'gone'", "dumb, good, huge, leaves, nan, none, raises, rewrites"]),
         ({"reward": "gone.py:f"}, ["cannot be imported", "gone.py:f", "remedy"]),
     ],
 )
@@ -78,3 +103,25 @@ def test_a_run_folder_of_another_recipe_is_left_alone(place, capsys):
     assert run(rollouts=12) == 2
     assert "ppo.rollouts: 8 -> 12" in capsys.readouterr().err
     assert all(p.read_bytes() == content for p, content in before.items())
+
+
+def test_a_reward_function_cannot_change_the_prompts(place):
+    assert run(reward="fn.py:rewrites") == 0
+    assert "CHANGED" not in Path("runs/x/ppo/samples.jsonl").read_text()
+
+
+def test_weights_that_overflow_are_not_saved(place, capsys):
+    """The gradient is finite, the step is not: the run ends, and the checkpoint before it is what is left."""
+    code = run(policy={"learning_rate": 1e39}, critic={"warmup_cap": 0}, minibatches=1, checkpoint_every=1, updates=2)
+    assert code == 3 and "no longer finite" in capsys.readouterr().err
+    assert not Path("runs/x/ppo/model").exists() and not list(Path("runs/x/ppo/checkpoints").glob("step-*"))
+
+
+def test_a_full_disk_at_export_is_told(place, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    assert run() == 2
+    told = capsys.readouterr().err
+    assert "No space left on device" in told and "make room" in told and "Traceback" not in told
