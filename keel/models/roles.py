@@ -124,14 +124,15 @@ def micro_group_scores(
     The sequences of a group must share their prompt. The responses read the prompt's keys and values from a cache;
     gradients flow through it. With K responses to a prompt that is half the work and less.
     """
-    model, device = roles.model(role).base_model, roles.device
+    whole, device = roles.model(role), roles.device
+    model = whole.base_model
     prompts = [TokenSequence(group[0].prompt_ids, ()) for group in groups]
     answers = [TokenSequence(s.response_ids, ()) for group in groups for s in group]
     prompt_ids_PS, _, prompt_lengths_P = pad_sequences(prompts, pad_id)
     ids_BT, _, lengths_B = pad_sequences(answers, pad_id)
     seen_PS = torch.arange(prompt_ids_PS.shape[1]) < prompt_lengths_P[:, None]
     of_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=whole.config)
     model(input_ids=prompt_ids_PS.to(device), attention_mask=seen_PS.to(device), cache=cache, use_cache=True)
     cache.batch_select_indices(of_B.to(device))
     hidden_BTH = model(
