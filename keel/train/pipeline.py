@@ -162,8 +162,15 @@ class Pipeline:
                     remedy="make room or mend the rights; the same command goes on from the last checkpoint",
                 ) from error
             result["seconds"] = time.monotonic() - began
+            result["model"] = _hash_of(stage)
             stage.finish(fingerprint, parts, result)
         else:
+            if result.get("model") != _hash_of(stage):
+                raise RunError(
+                    f"the model that the stage {name} left is not as it was left",
+                    where=str(stage.model),
+                    remedy=f"put it back, or remove {stage.path} to make it again",
+                )
             console.line(f"{name}: already done, inputs unchanged", "dim")
         self.results[name] = result
         return stage.model
@@ -190,6 +197,10 @@ class Pipeline:
                 },
             }
         )
+
+
+def _hash_of(stage: StageFolder) -> str | None:
+    return file_hash(stage.model) if stage.model.is_dir() else None  # eval leaves none
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -125,3 +125,16 @@ def test_a_full_disk_at_export_is_told(place, capsys, monkeypatch):
     assert run() == 2
     told = capsys.readouterr().err
     assert "No space left on device" in told and "make room" in told and "Traceback" not in told
+
+
+def test_a_finished_model_that_was_changed_is_not_used(place, capsys):
+    assert run() == 0
+    file = Path("runs/x/ppo/model/model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert run() == 2
+    told = capsys.readouterr().err
+    assert "is not as it was left" in told and "runs/x/ppo/model" in told and "make it again" in told
+    shutil.rmtree("runs/x/ppo")
+    assert run() == 0

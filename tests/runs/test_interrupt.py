@@ -22,8 +22,8 @@ def say(text):
     sys.stdout.flush()
 
 with Interrupt(lambda: say("asked")) as interrupt:
-    say("ready")
     try:
+        say("ready")
         while not (interrupt.requested and sys.argv[1] == "polite"):
             signal.pause()
         say("saved")
