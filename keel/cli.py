@@ -183,7 +183,7 @@ def _classic(arguments: list[str], console: Console) -> None:
     told = f"mean return of the last {episodes} episodes {last:.1f}" if last is not None else "no episode has ended"
     console.line(
         f"{result['env']}, {result['algorithm']}, seed {result['seed']}: {told} after {result['steps']} steps; "
-        f"{result['steps_per_second']:.0f} steps per second",
+        f"{result['steps_per_second']:.0f} steps per second; in {Path(config.root) / config.run_name}",
         "green",
     )
 

@@ -213,7 +213,7 @@ def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]):
     assert ended.value.code == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("CartPole-v1, ppo, seed 1: mean return of the last")
-    assert "after 1024 steps" in last and last.endswith("steps per second")
+    assert "after 1024 steps" in last and last.endswith("steps per second; in runs/CartPole-v1-ppo-seed1")
     manifest = json.loads(Path("runs/CartPole-v1-ppo-seed1/manifest.json").read_text())
     assert manifest["classic"]["hidden"] == [16, 16] and manifest["classic"]["clip"] == 0.2
     assert manifest["command"] == "keel " + " ".join(flags)
