@@ -69,6 +69,11 @@ class CriticConfig(Section):
     warmup_cap: Annotated[int, Field(ge=0)] = 10
     """... or until so many updates have passed (updates)."""
 
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        refuse(self, {"warmup_explained_variance": self.warmup_cap == 0}, "warmup_cap 0 is no warm-up")
+        return self
+
 
 class PtxConfig(Section):
     """Language modelling mixed into the policy's update, so that what SFT or pretraining taught is not lost."""

@@ -239,7 +239,8 @@ def update(
             largest = metrics.pop("log_ratio_abs_max", None)
             if largest is not None and not done:
                 first["first_log_ratio"] = largest
-            if ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
+            # Not before the first step: there the policy is the old one, and all that is measured is rounding.
+            if done and ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
                 for optimizer in optimizers.values():
                     optimizer.zero_grad(set_to_none=True)
                 return _means(totals, done, planned) | first

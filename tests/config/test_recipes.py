@@ -87,6 +87,10 @@ def test_there_are_recipes():
         (tree(ppo={**PPO, "advantage": "grpo"}), "set responses_per_prompt to 2 or more"),
         (tree(ppo={**PPO, "advantage": "remax", "truncated": "bootstrap"}), "needs a critic's value"),
         (tree(ppo={**PPO, "truncated": "drop", "missing_eos_penalty": 1.0}), "does nothing with truncated drop"),
+        (
+            tree(ppo={**PPO, "critic": {"warmup_cap": 0, "warmup_explained_variance": 0.5}}),
+            "warmup_cap 0 is no warm-up",
+        ),
         (tree(ppo={**PPO, "lam": 0.9, "lam_alpha": 0.05}), "lam does nothing with lam_alpha"),
         (tree(ppo={**PPO, "policy": {"loss": "policy_gradient", "clip": 0.1}}), "clip 0.1 does nothing"),
         (tree(ppo={**PPO, "policy": {"loss": "policy_gradient"}}), "first of the 4 optimizer steps"),
