@@ -145,6 +145,32 @@ def test_kl_in_the_loss_pulls_the_policy_back(kind, estimator, tiny_model):
     assert after < before
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [
+        ("token_mean", lambda lengths: 1 / lengths.sum()),
+        ("sequence_mean_token_mean", lambda lengths: 1 / (len(lengths) * lengths)),
+        ("sequence_mean_token_sum", lambda lengths: 1 / len(lengths)),
+        ("constant", lambda lengths: 1 / (len(lengths) * 16)),
+    ],
+    ids=["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"],
+)
+def test_the_denominator_is_of_the_minibatch_neither_of_a_part_nor_of_the_batch(aggregation, weight, tiny_model):
+    """At ratio 1 the loss is minus the advantages, each weighted as the aggregation says; 16 tokens is the limit."""
+    recipe = recipe_of(policy={"aggregation": aggregation}, micro_tokens=60)
+    assert recipe.ppo
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    rollouts.response_mask_BT &= torch.arange(16) < torch.arange(3, 15)[:, None]
+    rollouts = rollouts.select(range(12))  # rows of unlike lengths, cut to the longest
+    experience, _ = experience_of(roles, recipe, rollouts, torch.randn(12))
+    rows = [7, 2, 9, 4, 0]
+    state = first_state(recipe.ppo)
+    got = accumulate(learner_of(roles, recipe), experience, rows, state, ["policy"])["policy_loss"]
+    lengths = rollouts.lengths_B[rows].double()
+    want = -(experience.advantages_BT[rows].double().sum(1) * weight(lengths)).sum()
+    assert got == pytest.approx(want.item(), abs=1e-5) and abs(got) > 1e-3
+
+
 def test_target_kl_ends_an_update_before_the_step_that_passes_it(tiny_model, tmp_path):
     recipe = recipe_of(epochs=3, policy={"learning_rate": 1e-2, "target_kl": 0.005}, critic={"warmup_cap": 0})
     _, stage = run_ppo(tmp_path, "separate", tiny_model, recipe)
