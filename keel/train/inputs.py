@@ -114,7 +114,9 @@ def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> Non
     counts = read.counts
     reasons = [f"{count} dropped: {reason}" for reason, count in counts["dropped"].items()]
     reasons += [f"{count} repaired: {reason}" for reason, count in counts["repaired"].items()]
-    console.line(f"  {stage:<10} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
+    console.line(
+        f"  {stage:<10} {len(read.records)} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons)
+    )
 
 
 def split_prompts(

@@ -161,7 +161,10 @@ def accuracy_ceiling(recipe: Recipe, held: Sequence[Sequence[PreferencePair]]) -
     """In the sandbox the best accuracy that any judge could expect on these pairs; nothing elsewhere."""
     if not recipe.sandbox:
         return {}
-    gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
+    gaps: list[float] = []
+    for pairs in held:
+        golds = pairs[0].prompt.columns[world.GOLDS]
+        gaps += [golds[p.chosen] - golds[p.rejected] for p in pairs]
     return {"accuracy_ceiling": sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)}
 
 
