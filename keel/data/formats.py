@@ -209,7 +209,10 @@ def _preference(view: View) -> list[PreferencePair]:
 
 def _ranking(view: View) -> list[PreferencePair]:
     """Every two replies of the list, the better one first; two that are alike are no pair."""
-    replies = view.replies(RANKING)
+    listed = view.replies(RANKING)
+    replies = [reply for reply in listed if reply.strip()]
+    if len(replies) < len(listed):
+        view.repairs.append("empty reply of a ranking left out")
     prompt = _prompt(view, view.prompt_turns(), *replies)
     pairs = [PreferencePair(prompt, a, b) for a, b in itertools.combinations(replies, 2) if a.strip() != b.strip()]
     if not pairs:
