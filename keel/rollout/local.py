@@ -47,7 +47,7 @@ class LocalEngine:
         stopped_B = torch.zeros(len(prompts), dtype=torch.bool)
         model = self.roles.model(self.role)
         workers = self.roles.workers(self.role)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompt_ids[i]), prompt_ids[i]))  # equal ones adjacent
         size = max(1, min(sampling.rows, -(-len(order) // workers)))
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         done = 0
@@ -83,11 +83,13 @@ class LocalEngine:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         device = self.roles.device
         rows, most, width = len(prompt_ids), sampling.max_tokens, max(map(len, prompt_ids))
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompt_ids))}
+        of_B = torch.tensor([distinct[prompt] for prompt in prompt_ids], device=device)
         ids_BT = torch.zeros(rows, most, dtype=torch.long)
         logprobs_BT, lengths_B = torch.zeros(rows, most), torch.full((rows,), most)
         stopped_B = torch.zeros(rows, dtype=torch.bool)
         eos = torch.tensor(self.encoder.eos_ids)
-        ids_BS, seen_BS = _left_padded(prompt_ids, width, width + most, self.encoder.pad_id)
+        ids_BS, seen_BS = _left_padded(list(distinct), width, width + most, self.encoder.pad_id)
         ids_BS, seen_BS = ids_BS.to(device), seen_BS.to(device)
         places_BS = (seen_BS[:, :width].long().cumsum(1) - 1).clamp_min(0)
         cache = growing_cache(model.config, width + most)
@@ -101,6 +103,9 @@ class LocalEngine:
                 cache=cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
+            if t == 0 and len(distinct) < rows:  # each prompt went through the model once
+                hidden, seen_BS, places_BS = hidden[of_B], seen_BS[of_B], places_BS[of_B]
+                select_rows(cache, of_B)
             tokens, logprobs = _choose(
                 linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
             )
