@@ -93,7 +93,7 @@ def train_online(
     session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
     state, each = session.state, ppo.responses_per_prompt
     engine, sampling = LocalEngine(roles, encoder), Sampling(ppo.temperature, learner.max_tokens)
-    products, rate = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
+    products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
             step, clock = session.step, Clock()
@@ -159,8 +159,8 @@ def train_online(
                 ppo.epochs * metrics.get("steps_taken", 0.0),
                 roles.has("reward"),
             )
-            speed = profile_metrics(clock.laps, work, rate)
-            numbers = session.log({**seen, **metrics, **clock.laps, **speed, "seconds": clock.total()})
+            profile = profile_metrics(clock.laps, work, speed)
+            numbers = session.log({**seen, **metrics, **clock.laps, **profile, "seconds": clock.total()})
             if kept:
                 write_samples(session, experience)
             task.update(session.step, **shown(numbers))

@@ -120,6 +120,7 @@ def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
     assert lines[0]["warming"] == 1 and lines[1]["warming"] == 0
     assert all(line["kl_per_response"] != 0 for line in lines)
     assert all(line.keys() >= {f"seconds_{name}" for name in PROFILED} | {"utilisation"} for line in lines)
+    assert len({line["product_rate"] for line in lines}) == 1 and lines[0]["product_rate"] > 1e6
     assert [("seconds_save" in line) for line in lines] == [False, False, True, False]  # saved after 2 and 4
 
 
