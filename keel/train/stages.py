@@ -25,6 +25,7 @@ from keel.train import world
 from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
 from keel.train.online import Learner, train_online
+from keel.train.profile import profile_of, profile_sentence
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
@@ -212,7 +213,10 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint()}
+    profile = profile_of(stage, recipe.model.dtype)
+    if not recipe.eval:  # it else stands in the summary
+        run.console.line(f"profile: {profile_sentence(profile)}")
+    return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint(), "profile": profile}
 
 
 def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstration]) -> Callable[[int], float]:
