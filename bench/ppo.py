@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import PACKAGES, REPOSITORY, Bounds, line, progress, run, write
-from bench.workload import PROMPT, RESPONSE, measure, model_folder, prepare, recipe
+from bench.workload import PROMPT, RESPONSE, measure, median_update, model_folder, prepare, recipe
 from keel.runs.console import Console
 
 SCRIPT = REPOSITORY.parent / "shared" / "peers" / "trl_ppo.py"
@@ -63,10 +63,10 @@ def compare(
         finished, updates_seen = measure(file, root)
         ours.append(
             {
-                "samples_per_second": case.batch / _median(updates_seen, "seconds"),
+                "samples_per_second": case.batch / median_update(updates_seen, "seconds"),
                 "peak_bytes": finished.peak_bytes,
                 **{
-                    key: _median(updates_seen, key)
+                    key: median_update(updates_seen, key)
                     for key in updates_seen[-1]
                     if key.startswith(("seconds", "utilisation")) or key == "length"
                 },
@@ -113,12 +113,6 @@ class Peer(NamedTuple):
         finished = run(command, root, {"PYTHONPATH": self.path})
         told = json.loads(finished.output.strip().splitlines()[-1])
         return {"samples_per_second": told["samples_per_second"], "peak_bytes": finished.peak_bytes}
-
-
-def _median(updates: list[dict[str, Any]], key: str) -> float:
-    """Over the updates but the first, which has what only a start has."""
-    values = [update[key] for update in updates if key in update]
-    return statistics.median(values[1:] or values)
 
 
 def _shown(results: Any) -> str:

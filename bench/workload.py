@@ -6,7 +6,9 @@ python -m bench.workload MODEL FOLDER       writes a model (tiny, smollm2-float3
 import json
 import random
 import shutil
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,12 @@ def measure(file: Path, root: Path, *flags: str) -> tuple[Finished, list[dict[st
     shutil.rmtree(stage, ignore_errors=True)
     finished = run(keel("ppo", str(file), *flags), root, HERE)
     return finished, list(read_lines(stage / "metrics.jsonl"))
+
+
+def median_update(updates: Sequence[Mapping[str, Any]], key: str) -> float:
+    """A metric's median over the updates that have it, the first one left out: it has what only a start has."""
+    values = [update[key] for update in updates if key in update]
+    return statistics.median(values[1:] or values)
 
 
 if __name__ == "__main__":
