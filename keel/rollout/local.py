@@ -13,7 +13,9 @@ from keel.models.loading import unembedding
 from keel.models.roles import Role, Roles
 from keel.models.side_by_side import side_by_side
 from keel.rollout.cache import growing_cache, select_rows
+from keel.rollout.choose import choose
 from keel.rollout.engine import Sampling
+from keel.rollout.llama import LlamaStep, supports
 from keel.rollout.noise import sample_keys, uniforms
 from keel.types import Finish, Prompt, Rollouts
 
@@ -95,18 +97,20 @@ class LocalEngine:
         cache = growing_cache(model.config, width + most)
         running = torch.arange(rows)
         weight_VH, bias_V = unembedding(model)
+        step = LlamaStep(model) if supports(model, cache) else None
+        padded = min(map(len, distinct)) < width
         for t in range(most):
-            hidden = model.base_model(
-                input_ids=ids_BS,
-                attention_mask=seen_BS[:, : width + t],
-                position_ids=places_BS,
-                cache=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
+            seen = seen_BS[:, : width + t]
+            if t and step:
+                hidden = step(ids_BS[:, 0], places_BS[:, 0], seen if padded else None, cache)
+            else:
+                hidden = model.base_model(
+                    input_ids=ids_BS, attention_mask=seen, position_ids=places_BS, cache=cache, use_cache=True
+                ).last_hidden_state[:, -1]
             if t == 0 and len(distinct) < rows:  # each prompt went through the model once
                 hidden, seen_BS, places_BS = hidden[of_B], seen_BS[of_B], places_BS[of_B]
                 select_rows(cache, of_B)
-            tokens, logprobs = _choose(
+            tokens, logprobs = choose(
                 linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
             )
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
@@ -135,21 +139,3 @@ def _left_padded(prompt_ids: list[tuple[int, ...]], width: int, total: int, pad_
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         seen[row, : width - len(prompt)] = False
     return ids, seen
-
-
-def _choose(logits_BV: Tensor, temperature: float, noise_B: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draws by inverting the cumulative distribution at one uniform number a row; returns tokens and log-probabilities.
-
-    The sums run in float64, so that rare tokens at the end of a large vocabulary keep their share.
-    """
-    if temperature == 0:
-        logprobs_BV = torch.log_softmax(logits_BV.float(), -1)
-        tokens_B = logprobs_BV.argmax(-1)
-    else:
-        logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, -1)
-        cumulative_BV = logprobs_BV.exp().double().cumsum(-1)
-        target_B1 = torch.from_numpy(noise_B).to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
-        tokens_B = (
-            torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_max(logits_BV.shape[-1] - 1)
-        )
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
