@@ -219,7 +219,7 @@ def show(recipe: Recipe, found: Forecast, console: Console) -> None:
     large = [name for name, need in found.stages.items() if need > found.limit]
     if large:
         console.line(f"lower micro_tokens of {', '.join(large)}, or train adapters there")
-    if found.peak > found.limit:
+    if found.peak > found.limit and found.changes:
         advised = [
             [c.field, str(c.old), str(c.new), _size(c.saves), _size(found.peak - c.saves)] for c in found.changes
         ]
