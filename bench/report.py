@@ -4,13 +4,12 @@
     python -m bench.report write               the report alone, from bench/results.json
 
 A measurement replaces the results of the same names; the others stay. The peers' flags are environment variables here:
-TRL_SCRIPT, TRL_PYTHON and TRL_DIR (bench/ppo.py). BENCH_ARGS is added to every command, such as "--rounds 1".
+TRL_SCRIPT, TRL_PYTHON and TRL_DIR (bench/ppo.py).
 """
 
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ MEASUREMENTS = {
     "ppo-smollm2-full": ["bench.ppo", "smollm2-full"],
     "utilisation": ["bench.learner", "utilisation"],
     "scaling": ["bench.learner", "scaling"],
+    "plan": ["bench.plan"],
 }
 RESULTS = REPOSITORY / "bench" / "results.json"
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -34,9 +34,8 @@ BEGIN, END = "<!-- begin: make bench -->", "<!-- end: make bench -->"
 
 def measure(names: Sequence[str]) -> None:
     """Runs the measurements in turn; each result is kept at once, so that an interrupted report loses one at most."""
-    more = shlex.split(os.environ.get("BENCH_ARGS", ""))
     for name in names:
-        command = [sys.executable, "-m", *MEASUREMENTS[name], *more]
+        command = [sys.executable, "-m", *MEASUREMENTS[name]]
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env={**os.environ, **HERE}, stdout=subprocess.PIPE, text=True
         )

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel import sandbox
-from keel.config import PreferenceConfig, RewardConfig
+from keel.config import PreferenceConfig, Recipe, RewardConfig
 from keel.data.formats import RANKING
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
@@ -67,21 +67,10 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         ]
         tokenizer = sandbox.train_tokenizer(texts, world.vocabulary)
         task.update(3)
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    assert isinstance(bos, int) and isinstance(eos, int) and isinstance(pad, int)
-    model = sandbox.build_model(
-        vocab_size=len(tokenizer),
-        hidden=world.hidden,
-        layers=world.layers,
-        heads=world.heads,
-        intermediate=2 * world.hidden,
-        seed=recipe.seed,
-        bos_token_id=bos,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    ).to(run.device)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides its signature
+    model = untrained(recipe, tokenizer).to(run.device)  # pyright: ignore[reportArgumentType]  # transformers' wrapper of `to` hides its signature
     rows = [_ids(tokenizer, text) for text in texts]
     held, rows = rows[:PRETRAIN_HELD_OUT], rows[PRETRAIN_HELD_OUT:]
+    pad = model.config.pad_token_id
     roles = SeparateRoles({"policy": model}, {}, ["policy"])
     steps = world.pretrain_steps
     plan = Plan(steps, world.pretrain_batch, world.pretrain_learning_rate, 0.03, 1.0, checkpoint_every=100, hold=0.4)
@@ -106,6 +95,23 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         "vocabulary": len(tokenizer),
         "gold_best": float(np.mean(ideal)),
     }
+
+
+def untrained(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The sandbox's model with random weights. Asserts that the recipe has a sandbox."""
+    world, bos, eos, pad = recipe.sandbox, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert world and isinstance(bos, int) and isinstance(eos, int) and isinstance(pad, int)
+    return sandbox.build_model(
+        vocab_size=len(tokenizer),
+        hidden=world.hidden,
+        layers=world.layers,
+        heads=world.heads,
+        intermediate=2 * world.hidden,
+        seed=recipe.seed,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenSequence:
