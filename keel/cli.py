@@ -25,6 +25,7 @@ Keel post-trains language models from human preferences: SFT, reward model, PPO;
   keel run RECIPE.yaml        all stages of a recipe; done ones are skipped, a broken-off one goes on
   keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
   keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
+  keel plan RECIPE.yaml       peak memory and time per update before it runs, and what to change where it does not fit
   keel chat RUN               talk to a run: before and after training side by side
   keel classic CartPole-v1    the same PPO on a gymnasium task; --algorithm trpo|reinforce beside it
 
@@ -73,6 +74,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
     commands: dict[str, Callable[[list[str], Console], None]] = {
         "run": lambda rest, console: _run(rest, console, None),
         "show": _show,
+        "plan": _plan,
         "chat": _chat,
         "classic": _classic,
         **{
@@ -118,6 +120,15 @@ def _show(arguments: list[str], console: Console) -> None:
     recipe = _recipe("show", arguments)
     console.line(recipes.to_yaml(recipe))
     _print_schedule(recipe, console)
+
+
+def _plan(arguments: list[str], console: Console) -> None:
+    recipe = _recipe("plan", arguments)
+    console.line("loading torch and transformers ...", "dim")
+    import keel.train.pipeline  # noqa: F401  # all that a run has in memory
+    from keel.train import plan
+
+    plan.show(recipe, plan.forecast(recipe, console), console)
 
 
 def _print_schedule(recipe: Recipe, console: Console) -> None:

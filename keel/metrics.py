@@ -15,7 +15,7 @@ class Metric:
     """One metric.
 
     unit: what 1.0 means. reduction: how parts of one step become its value. healthy: the range of a run that goes well,
-    null where there is none. meaning: one line for a person.
+    null where there is none. meaning: one line for a person. timed: differs between two runs of the same seed.
     """
 
     name: str
@@ -23,6 +23,36 @@ class Metric:
     reduction: Reduction
     meaning: str
     healthy: tuple[float, float] | None = None
+    timed: bool = False
+
+
+PROFILED = {
+    "generate": "sampling",
+    "score": "scoring",
+    "policy": "the policy's log-probabilities before the update",
+    "reference": "the reference's log-probabilities, and the exact KL where it is used",
+    "values": "the critic's values before the update",
+    "update": "gradient steps",
+}
+"""The parts of a step of online training whose speed is measured."""
+
+
+def _profile() -> list[Metric]:
+    found = [
+        Metric("seconds", "s", "sum", "wall time of the step, without its checkpoint", timed=True),
+        Metric("seconds_experience", "s", "sum", "wall time of rewards per token, returns, advantages", timed=True),
+        Metric("seconds_save", "s", "last", "wall time of the checkpoint after the step before", timed=True),
+        Metric("product_rate", "FLOP/s", "last", "of a plain matrix product here, in the model's dtype", timed=True),
+        Metric("utilisation", "share", "last", "model FLOP/s of the step by product_rate", timed=True),
+    ]
+    for name, what in PROFILED.items():
+        tokens = "response tokens" if name == "generate" else "tokens of prompts and responses"
+        found += [
+            Metric(f"seconds_{name}", "s", "sum", f"wall time of {what}", timed=True),
+            Metric(f"tokens_per_second_{name}", "tokens/s", "last", f"{tokens} by the time of {what}", timed=True),
+            Metric(f"utilisation_{name}", "share", "last", f"model FLOP/s of {what} by product_rate", timed=True),
+        ]
+    return found
 
 
 _ALL = [
@@ -38,7 +68,6 @@ _ALL = [
     Metric("grad_norm", "1", "mean", "norm of the gradient before it is clipped"),
     Metric("learning_rate", "1", "last", "learning rate of the step"),
     Metric("tokens", "tokens", "sum", "tokens that carried loss"),
-    Metric("seconds", "s", "sum", "wall time of the step"),
     Metric("score", "reward", "mean", "reward per response before the KL penalty"),
     Metric("score_sd", "reward", "last", "its standard deviation over the batch"),
     Metric("gold", "gold", "mean", "the sandbox's exact reward of the rollouts; training never sees it"),
@@ -71,10 +100,7 @@ _ALL = [
     Metric("return_mean", "reward", "mean", "mean return per token"),
     Metric("warming", "0/1", "last", "1 while only the critic learns"),
     Metric("distinct", "share", "last", "distinct responses among those of the step"),
-    Metric("seconds_generate", "s", "sum", "wall time of sampling"),
-    Metric("seconds_score", "s", "sum", "wall time of scoring"),
-    Metric("seconds_experience", "s", "sum", "wall time of log-probabilities and values"),
-    Metric("seconds_update", "s", "sum", "wall time of gradient steps"),
+    *_profile(),
     # classic tasks
     Metric("environment_steps", "steps", "last", "steps of all environments since the start"),
     Metric("episodes", "episodes", "last", "episodes that have ended since the start"),
@@ -88,6 +114,8 @@ _ALL = [
 ]
 
 REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+TIMED = frozenset(name for name, metric in REGISTRY.items() if metric.timed)
+"""Names of those that differ between two runs of the same seed."""
 
 
 def check(names: set[str]) -> None:

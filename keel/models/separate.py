@@ -45,7 +45,7 @@ class SeparateRoles:
             models[role] = copy.deepcopy(source) if id(source) in used else source
             used.add(id(source))
             if role in HEADED:
-                heads[role] = copy.deepcopy(reward[1]) if reward else _new_head(start, role, seed)
+                heads[role] = copy.deepcopy(reward[1]) if reward else new_head(start, role, seed)
         return cls(models, heads, trainable)
 
     def has(self, role: Role) -> bool:
@@ -90,6 +90,7 @@ def load_headed(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, 
     return model, load_head(folder / HEAD_FILE, model.config.get_text_config().hidden_size, model.device)
 
 
-def _new_head(model: PreTrainedModel, role: Role, seed: int) -> ScalarHead:
+def new_head(model: PreTrainedModel, role: Role, seed: int) -> ScalarHead:
+    """The head of a role that nothing is known of: random for a reward model, zero for a critic."""
     generator = torch.Generator().manual_seed(seed) if role == "reward" else None
     return ScalarHead(model.config.get_text_config().hidden_size, generator).to(model.device)

@@ -74,7 +74,7 @@ class Session:
         self.metrics, self.samples, self.events = (
             JsonLines(p) for p in (self.stage.metrics, self.stage.samples, self.stage.events)
         )
-        self.saved = -1
+        self.saved, self.save_seconds = -1, 0.0
         found = checkpoint.load_latest(self.stage.checkpoints)
         if found:
             self._restore(found)
@@ -98,6 +98,9 @@ class Session:
 
     def log(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Writes one line of metrics for `step`, which has just ended. Every name must be in the registry."""
+        if self.save_seconds:
+            values = {**values, "seconds_save": self.save_seconds}
+            self.save_seconds = 0.0
         registry.check(set(values))
         plain = {name: float(value) for name, value in values.items()}
         self.metrics.append({"step": self.step, **plain})
@@ -116,13 +119,15 @@ class Session:
         """Writes a checkpoint of this step, unless there is one."""
         if self.saved == self.step:
             return
+        began = time.monotonic()
         tensors: dict[str, Tensor] = {f"weights/{n}": t for n, t in checkpoint_tensors(self.roles).items()}
         states: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             own, states[name] = flatten_optimizer(optimizer)
             tensors |= {f"{name}/{n}": t for n, t in own.items()}
         checkpoint.save(self.stage.checkpoints, self.step, tensors, {"optimizers": states, "loop": self.state})
-        self.events.append({"step": self.step, "event": "checkpoint"})
+        self.save_seconds = time.monotonic() - began
+        self.events.append({"step": self.step, "event": "checkpoint", "seconds": self.save_seconds})
         self.saved = self.step
 
     def __enter__(self) -> Self:

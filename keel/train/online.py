@@ -25,6 +25,7 @@ from keel.config import GROUPED, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
 from keel.errors import NumberError
+from keel.models.flops import products_of
 from keel.models.roles import Role, Roles, exact_kl_BT, logprobs_BT, micro_policy, micro_values, unpacked, values_BT
 from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
@@ -34,7 +35,8 @@ from keel.runs.folder import StageFolder
 from keel.train.choices import Before, Now, advantages, policy_objective
 from keel.train.context import Run, Session
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
-from keel.train.watching import Clock, rollout_metrics, shown, write_samples
+from keel.train.profile import Clock, product_rate, profile_metrics, step_work
+from keel.train.watching import rollout_metrics, shown, write_samples
 from keel.types import Experience, Prompt, Rollouts
 
 FIRST_PENALTY = 1.0
@@ -91,6 +93,7 @@ def train_online(
     session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
     state, each = session.state, ppo.responses_per_prompt
     engine, sampling = LocalEngine(roles, encoder), Sampling(ppo.temperature, learner.max_tokens)
+    products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
             step, clock = session.step, Clock()
@@ -121,6 +124,7 @@ def train_online(
             kept = kept_rows(rollouts, ppo)
             seen["dropped"] = len(rollouts) - len(kept)
             metrics: dict[str, float] = {}
+            learners: list[Role] = []
             if kept:
                 experience, metrics = make_experience(
                     learner,
@@ -129,13 +133,13 @@ def train_online(
                     torch.tensor(kept) // each,
                     state,
                     None if greedy_B is None else greedy_B[kept],
+                    clock,
                 )
-                clock.lap("experience")
                 if ppo.has_critic:
                     fresh, critic = metrics["explained_variance"], ppo.critic
                     if fresh >= critic.warmup_explained_variance or step >= critic.warmup_cap:
                         state["warming"] = False
-                learners: list[Role] = ["critic"] if state["warming"] else list(peaks)
+                learners = ["critic"] if state["warming"] else list(peaks)
                 metrics |= update(learner, experience, step, state, {role: optimizers[role] for role in learners})
             clock.lap("update")
 
@@ -147,7 +151,16 @@ def train_online(
             if kept and not state["warming"]:  # no policy has moved, no KL to steer by
                 _steer(state, metrics, ppo, len(kept))
             session.step += 1
-            numbers = session.log({**seen, **metrics, **clock.laps, "seconds": clock.total()})
+            work = step_work(
+                products,
+                [rollouts, *([likeliest] if likeliest else [])],
+                experience.rollouts if kept else None,
+                learners,
+                ppo.epochs * metrics.get("steps_taken", 0.0),
+                roles.has("reward"),
+            )
+            profile = profile_metrics(clock.laps, work, speed)
+            numbers = session.log({**seen, **metrics, **clock.laps, **profile, "seconds": clock.total()})
             if kept:
                 write_samples(session, experience)
             task.update(session.step, **shown(numbers))
@@ -161,21 +174,26 @@ def make_experience(
     groups_B: Tensor,
     state: dict[str, Any],
     greedy_B: Tensor | None = None,
+    clock: Clock | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """All that an update needs, from the weights before it. Metrics are over the response tokens of these rollouts.
 
     groups_B: which rows answer one prompt. greedy_B: score of each prompt's likeliest response, for remax. Moves
-    `return_moments` in the state, and the critic's head with them, where the critic has popart.
+    `return_moments` in the state, and the critic's head with them, where the critic has popart. clock:
+    takes the time of each pass.
     """
+    clock = clock or Clock()
     roles, ppo, pad_id = learner.roles, learner.ppo, learner.pad_id
     sequences, mask_BT = rollouts.sequences(), rollouts.response_mask_BT
     passes = (sequences, ppo.temperature, pad_id, ppo.micro_tokens)
     policy_BT, entropy_BT = logprobs_BT(roles, "policy", *passes)
+    clock.lap("policy")
     reference_BT, kl_BT = policy_BT, torch.zeros_like(policy_BT)
     if roles.has("reference"):
         reference_BT, _ = logprobs_BT(roles, "reference", *passes)
         estimator = ppo.kl.estimator
         kl_BT = exact_kl_BT(roles, *passes) if estimator == "exact" else ESTIMATORS[estimator](policy_BT, reference_BT)
+        clock.lap("reference")
     in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
     rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
@@ -189,7 +207,9 @@ def make_experience(
         metrics["kl_per_token"] = masked_mean(kl_BT, mask_BT, None).item()
     before_BT = beyond_B = None
     if ppo.has_critic:
+        clock.lap("experience")
         before_BT, last_B = values_BT(roles, sequences, pad_id, ppo.micro_tokens)
+        clock.lap("values")
         known = _moments(state, "return")
         before_BT, last_B = moments.denormalised(before_BT, known), moments.denormalised(last_B, known)
         if ppo.truncated == "bootstrap":
@@ -211,6 +231,7 @@ def make_experience(
         advantages_BT,
         returns_BT,
     )
+    clock.lap("experience")
     return experience, metrics
 
 

@@ -25,6 +25,7 @@ from keel.train import world
 from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
 from keel.train.online import Learner, train_online
+from keel.train.profile import profile_of, profile_sentence
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
@@ -48,9 +49,10 @@ def sft_stage(
     recipe, sft = run.recipe, run.recipe.sft
     assert sft and sft.learning_rate
     encoder = load_encoder(start, recipe.model)
-    train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed)
-    sequences = [encoder.sequence(d.prompt, d.response) for d in read.records]
-    train, held = [sequences[i] for i in train_rows], [sequences[i] for i in held_rows]
+    train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed, sft.max_rows)
+    used = [read.records[i] for i in (*train_rows, *held_rows)]
+    sequences = [encoder.sequence(d.prompt, d.response) for d in used]
+    train, held = sequences[: len(train_rows)], sequences[len(train_rows) :]
     model = load_causal_lm(start, recipe.model.dtype, run.device)
     roles: Roles = (
         SeparateRoles({"policy": model}, {}, ["policy"])
@@ -73,7 +75,7 @@ def sft_stage(
     save_tokenizer(encoder, stage.model)
     lengths = [len(s.response_ids) for s in sequences]
     if recipe.sandbox:
-        lengths = _good_half(lengths, read.records, data)
+        lengths = _good_half(lengths, used, data)
     return {
         **numbers,
         "rows": read.counts,
@@ -161,7 +163,10 @@ def accuracy_ceiling(recipe: Recipe, held: Sequence[Sequence[PreferencePair]]) -
     """In the sandbox the best accuracy that any judge could expect on these pairs; nothing elsewhere."""
     if not recipe.sandbox:
         return {}
-    gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
+    gaps: list[float] = []
+    for pairs in held:
+        golds = pairs[0].prompt.columns[world.GOLDS]
+        gaps += [golds[p.chosen] - golds[p.rejected] for p in pairs]
     return {"accuracy_ceiling": sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)}
 
 
@@ -209,7 +214,10 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint()}
+    profile = profile_of(stage, recipe.model.dtype)
+    if not recipe.eval:  # it else stands in the summary
+        run.console.line(f"profile: {profile_sentence(profile)}")
+    return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint(), "profile": profile}
 
 
 def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstration]) -> Callable[[int], float]:

@@ -9,6 +9,7 @@ from keel.runs.files import write_json
 from keel.runs.log import read_lines
 from keel.runs.resources import peak_rss_bytes
 from keel.train.context import Run
+from keel.train.profile import profile_sentence
 
 PICTURE, SUMMARY = "curves.png", "summary.json"
 
@@ -56,6 +57,8 @@ def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any
         summary["eos_rate"] = summary.pop("eos_rate_final")
     if "best_of" in evaluation:
         summary["best_of"] = evaluation["best_of"]
+    if "profile" in results.get("ppo", {}):
+        summary["profile"] = results["ppo"]["profile"]
     return summary | _of_training(results)
 
 
@@ -93,6 +96,8 @@ def summarise(run: Run, results: Mapping[str, dict[str, Any]]) -> None:
                 score = f"   ({sample[f'score_{side}']:.2f})" if f"score_{side}" in sample else ""
                 console.line(f"{side:<7} {sample[side]}{score}", style)
     console.line()
+    if "profile" in summary:
+        console.line(f"profile        {profile_sentence(summary['profile'])}")
     for what, place in _places(folder, results):
         console.line(f"{what:<14} {place}")
 

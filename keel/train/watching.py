@@ -1,6 +1,5 @@
-"""What a step of online training shows of itself: metrics of the rollouts, samples, and how long its parts took."""
+"""What a step of online training shows of itself: metrics of the rollouts and samples."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -60,20 +59,3 @@ def write_samples(session: Session, experience: Experience) -> None:
                 },
             }
         )
-
-
-class Clock:
-    """Seconds of the parts of a step, by the names that the metrics have."""
-
-    def __init__(self) -> None:
-        self.start = self.mark = time.monotonic()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """Time since the last lap is that of the part `name`."""
-        now = time.monotonic()
-        self.laps[f"seconds_{name}"], self.mark = now - self.mark, now
-
-    def total(self) -> float:
-        """Seconds since the clock was made."""
-        return time.monotonic() - self.start

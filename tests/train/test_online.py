@@ -8,6 +8,7 @@ import torch
 from keel.algo.moments import Moments
 from keel.config import Recipe
 from keel.errors import Interrupted, RewardError
+from keel.metrics import PROFILED, TIMED
 from keel.models.roles import logprobs_BT
 from keel.rewards.functions import FunctionReward
 from keel.rollout.engine import Sampling
@@ -118,6 +119,9 @@ def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
     assert all(line["first_log_ratio"] <= 1e-4 for line in lines[1:])
     assert lines[0]["warming"] == 1 and lines[1]["warming"] == 0
     assert all(line["kl_per_response"] != 0 for line in lines)
+    assert all(line.keys() >= {f"seconds_{name}" for name in PROFILED} | {"utilisation"} for line in lines)
+    assert len({line["product_rate"] for line in lines}) == 1 and lines[0]["product_rate"] > 1e6
+    assert [("seconds_save" in line) for line in lines] == [False, False, True, False]  # saved after 2 and 4
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -197,7 +201,7 @@ def test_stopped_and_resumed_is_byte_for_byte_the_unbroken_run(kind, tiny_model,
         assert resumed.fingerprint(role) == whole.fingerprint(role)
 
     def timeless(path):
-        return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in read_lines(path)]
+        return [{k: v for k, v in line.items() if k not in TIMED} for line in read_lines(path)]
 
     assert timeless(stage.metrics) == timeless(whole_stage.metrics)
     assert timeless(stage.samples) == timeless(whole_stage.samples)

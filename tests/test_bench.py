@@ -1,0 +1,69 @@
+"""The bench harness: the form of a result, its bounds, the table, and a process whose memory is counted."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.common import Bounds, line, met, run
+from bench.ppo import CASES
+from bench.workload import PROMPT, median_update, recipe
+from keel.recipe import load
+
+
+def test_a_result_has_the_ratio_and_its_bounds():
+    fast = line("a", "samples/s", 8.0, 2.0, Bounds("ratio >=", 4.0, 6.0))
+    assert fast["ratio"] == 4.0 and met(fast, "at_least") and not met(fast, "goal")
+    small = line("b", "GiB", 1.0, 4.0, Bounds("ratio <=", 0.4, 0.25))
+    assert met(small, "at_least") and met(small, "goal")
+    alone = line("c", "samples/s", 8.0, None, Bounds("ratio >=", 4.0))
+    assert alone["ratio"] is None and met(alone, "at_least") is None and alone["goal"] is None
+    returns = line("d", "return", -80.0, -86.4, Bounds("ours >=", -86.0))
+    assert returns["ratio"] is None and met(returns, "at_least")
+    assert {"name", "ours", "peer", "ratio", "unit", "at_least", "goal", "machine", "versions"} <= fast.keys()
+
+
+def test_the_report_replaces_results_by_name(tmp_path, monkeypatch):
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    for name, place in (("RESULTS", tmp_path / "results.json"), ("PAGE", page), ("PICTURE", tmp_path / "p.svg")):
+        monkeypatch.setattr(report, name, place)
+    report.report()
+    assert "Nothing has been measured yet." in page.read_text()
+    for ours in (4.0, 8.0):
+        report.keep(line("ppo/x/speed", "samples/s", ours, 2.0, Bounds("ratio >=", 3.0, 5.0)))
+    report.keep(line("ppo/x/memory", "GiB", 1.0, 2.0, Bounds("ratio <=", 0.4, 0.25)))
+    assert [r["name"] for r in json.loads((tmp_path / "results.json").read_text())] == ["ppo/x/memory", "ppo/x/speed"]
+    report.report()
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| `ppo/x/speed` | samples/s | 8 | 2 | 4 | 3 | 5 | met |" in text
+    assert "| `ppo/x/memory` | GiB | 1 | 2 | 0.5 | ≤ 0.4 | ≤ 0.25 | missed |" in text
+    first = (tmp_path / "p.svg").read_bytes()
+    report.report()
+    assert page.read_text() == text and (tmp_path / "p.svg").read_bytes() == first
+
+
+def test_a_process_is_counted_alone(tmp_path):
+    finished = run([sys.executable, "-c", "x = bytearray(b'x') * 2**26; print('done')"], tmp_path)
+    assert finished.output == "done\n" and finished.peak_bytes >= 2**26
+    with pytest.raises(SystemExit, match="of no use"):
+        run([sys.executable, "-c", "raise ValueError('of no use')"], tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_recipes_of_the_bench_are_checked_recipes(name, tmp_path):
+    case = CASES[name]
+    model = {"backbone": "shared" if case.lora_rank else "separate", "dtype": case.dtype}
+    found = load(recipe(name, tmp_path / "m", tmp_path, 2, model=model, ppo={"rollouts": case.batch}))
+    assert found.ppo and found.ppo.rollouts == case.batch and found.ppo.epochs * found.ppo.minibatches == 4
+    assert found.model.max_prompt_tokens == PROMPT and found.ppo.critic.warmup_cap == 0
+    prompts = Path(found.ppo.data.path[0]).read_text().splitlines() if found.ppo.data else []
+    assert len({*prompts}) >= case.batch and all(len(json.loads(p)["prompt"].split()) > PROMPT for p in prompts)
+
+
+def test_the_first_update_does_not_count():
+    assert median_update([{"seconds": 9.0}, {"seconds": 1.0}, {"seconds": 3.0}, {}], "seconds") == 2.0
+    assert median_update([{"seconds": 9.0}], "seconds") == 9.0

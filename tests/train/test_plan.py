@@ -1,0 +1,186 @@
+"""`keel plan`: bytes counted by hand, parts that add up to the peak, and what it says of a recipe that does not fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from keel import cli
+from keel.config import Recipe
+from keel.models.size import Size, size_of
+from keel.runs.console import Console
+from keel.train.calibrate import Measured
+from keel.train.forecast import (
+    MIB,
+    Lengths,
+    advice,
+    micro_tokens,
+    other_stages,
+    peak,
+    ppo_memory,
+    ppo_roles,
+    weights_of,
+)
+from keel.train.plan import RESIDENT, corrected, forecast, show
+
+SIZE = Size(parameters=1000, adapter=50, keys=6, layers=2, hidden=8, intermediate=16, vocabulary=10)
+LENGTHS = Lengths((3, 2, 3, 2), (4, 4, 1, 1), "as given")
+
+
+def recipe_of(model=None, reward=False, **ppo) -> Recipe:
+    tree = {
+        "name": "test",
+        "threads": 1,
+        "model": {"path": "x", "backbone": "separate", "max_response_tokens": 8, **(model or {})},
+        "ppo": {"data": {"path": ["x"]}, "rollouts": 4, "minibatches": 2, "updates": 3, **ppo},
+    }
+    if reward:
+        tree["reward"] = {"data": {"path": ["x"]}}
+    else:
+        tree["ppo"]["reward"] = "a:b"
+    return Recipe.model_validate(tree).resolved()
+
+
+def test_the_size_of_a_tiny_model(tiny_model):
+    config = AutoConfig.from_pretrained(tiny_model)
+    found = size_of(config)
+    # Two layers of width 32: four projections, three feed-forward products of width 64, two norms; one norm at the end.
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert found.parameters == config.vocab_size * 32 + 2 * layer + 32  # the output is tied to the embedding
+    assert found.adapter == 2 * (4 * (32 + 32) + 3 * (32 + 64))
+    assert (found.keys, found.layers, found.hidden, found.intermediate) == (2 * 32, 2, 32, 64)
+    assert found.cache(10, "bfloat16") == 2 * 64 * 10 * 2
+
+
+def test_weights_of_separate_models_by_hand():
+    recipe = recipe_of(reward=True)
+    assert ppo_roles(recipe) == (["policy", "critic"], ["reference", "reward"])
+    assert weights_of(recipe, SIZE, *ppo_roles(recipe)) == (4 * 1000 * 4, 2 * 1000 * 4)
+    # No penalty, no reference; another advantage, no critic; a function, no reward model.
+    assert ppo_roles(recipe_of(advantage="reinforce", kl={"coefficient": 0.0})) == (["policy"], [])
+
+
+def test_weights_on_one_base_by_hand():
+    recipe = recipe_of({"backbone": "shared", "dtype": "bfloat16", "lora_rank": 3}, reward=True)
+    adapter = 50 * 3 * 4  # float32 whatever the base is
+    assert weights_of(recipe, SIZE, *ppo_roles(recipe)) == (1000 * 2 + 3 * adapter, 2 * adapter)
+
+
+def test_memory_of_the_moments_by_hand():
+    found = ppo_memory(recipe_of(), SIZE, LENGTHS)
+    own = 2 * 1000 * 4
+    assert found["generate"]["cache"] == 2 * 6 * (7 + 6 + 4 + 3) * 4
+    assert found["generate"]["logits"] == 4 * 10 * (4 + 16)
+    assert found["update"] == {
+        "weights": 3 * 1000 * 4,
+        "gradients": own,
+        "optimizer": 2 * own,
+        "activations": 14 * 2 * (12 * 8 + 4 * 16) * 4,
+        "logits": 3 * 14 * 10 * 4,
+    }
+    assert found["export"] == {"weights": 3 * 1000 * 4}
+    shared = ppo_memory(recipe_of({"backbone": "shared", "lora_rank": 3}), SIZE, LENGTHS)
+    assert shared["export"]["weights"] - shared["update"]["weights"] == 2 * 1000 * 4  # merged beside the base
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(100, 14), (7, 7), (1, 7)])
+def test_tokens_at_the_same_time(budget, tokens):
+    # A minibatch of two rows of at most 7 and 6 tokens: padded 14, or one row at a time.
+    assert micro_tokens(recipe_of(micro_tokens=budget), SIZE, LENGTHS) == tokens
+
+
+def test_a_measured_peak_is_split_over_the_parts():
+    counted = {
+        "generate": {"weights": 100, "cache": 40, "logits": 10},
+        "update": {"weights": 100, "activations": 7, "logits": 30},
+        "export": {"weights": 120},
+    }
+    measured = Measured({"generate": 160, "update": 120}, sampled=4)
+    found = corrected(counted, measured, SIZE, LENGTHS, "float32")
+    # Six of ten response tokens were not sampled: their cache comes on top.
+    assert found["generate"] == {"weights": 100, "cache": 40, "logits": 10, "activations": 10 + 6 * 2 * 6 * 4}
+    assert found["update"] == {"weights": 100, "logits": 20, "activations": 0}
+    assert found["export"] == {"weights": 120}
+
+
+def test_advice_saves_what_it_says():
+    size = Size(parameters=10**8, adapter=10**5, keys=512, layers=8, hidden=512, intermediate=2048, vocabulary=50000)
+    recipe, lengths = recipe_of(), Lengths((64,) * 4, (8,) * 4, "")
+    found = advice(recipe, size, lengths)
+    assert found[0].field == "model.backbone" and (found[0].old, found[0].new) == ("separate", "shared")
+    assert [c.saves for c in found] == sorted((c.saves for c in found), reverse=True)
+    shared = recipe_of({"backbone": "shared"})
+    assert found[0].saves == peak(ppo_memory(recipe, size, lengths)) - peak(ppo_memory(shared, size, lengths))
+    assert {"model.dtype"} <= {c.field for c in advice(shared, size, lengths)}
+    assert all(c.saves > MIB for c in found)
+
+
+def test_other_stages_are_counted_as_they_train():
+    recipe = recipe_of({"backbone": "shared", "lora_rank": 3}, reward=True)
+    found = other_stages(recipe, SIZE)
+    assert found.keys() == {"reward"} and found["reward"] > 1000 * 4 + 3 * 50 * 3 * 4
+
+
+@pytest.fixture
+def written(tiny_model, tmp_path: Path) -> Path:
+    """A recipe on the tiny model, as a file."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Where is parcel {i}?"}) + "\n" for i in range(8)))
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        f"name: small\nroot: {tmp_path}\nmodel: {{path: {tiny_model}, max_response_tokens: 8}}\n"
+        f"ppo: {{data: {{path: [{prompts}]}}, reward: 'a:b', rollouts: 8, minibatches: 2, updates: 3}}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_a_forecast_of_real_passes(written, kind, capsys):
+    from keel.recipe import load
+
+    recipe = load(written, ["--model.backbone", kind])
+    found = forecast(recipe, Console())
+    assert found.measured and found.fits
+    assert found.seconds.keys() == {"generate", "policy", "reference", "values", "experience", "update"}
+    assert all(parts[RESIDENT] > 0 and min(parts.values()) >= 0 for parts in found.moments.values())
+    assert found.peak == max(sum(parts.values()) for parts in found.moments.values())
+    assert found.lengths.responses == (8,) * 8
+    show(recipe, found, Console())
+    out = capsys.readouterr().out
+    assert "it fits" in out and "time per update" in out
+    assert not (written.parent / "small").exists()  # nothing of the run is made
+
+
+def test_what_does_not_fit_is_said_with_advice(written, tiny_model, tmp_path, capsys):
+    from keel.recipe import load
+
+    large = tmp_path / "large"  # a model of 1.1 billion parameters, of which only the shape is there
+    shutil.copytree(tiny_model, large)
+    (large / "model.safetensors").unlink()
+    shape = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 1024}
+    config = json.loads((large / "config.json").read_text()) | shape
+    (large / "config.json").write_text(json.dumps(config))
+    recipe = load(written, ["--model.path", str(large), "--model.backbone", "separate"])
+    found = forecast(recipe, Console(), limit=8 << 30)
+    assert not found.measured and not found.fits and not found.seconds
+    assert found.moments["update"]["optimizer"] == 2 * found.moments["update"]["gradients"]  # of policy and critic
+    show(recipe, found, Console())
+    out = capsys.readouterr().out
+    assert "it does not fit" in out and "nothing was loaded" in out
+    advised = next(line for line in out.splitlines() if "model.backbone" in line)
+    assert "separate" in advised and "shared" in advised and "GiB" in advised
+
+
+def test_the_command(written, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(written), "--ppo.rollouts", "4"])
+    assert ended.value.code == 0 and "peak of ppo" in capsys.readouterr().out
+    for arguments, told in (
+        (["plan"], "needs a recipe"),
+        (["plan", str(written.with_name("none.yaml"))], "no such recipe"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2 and told in capsys.readouterr().err
