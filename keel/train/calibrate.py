@@ -1,38 +1,44 @@
 """A few real passes of a recipe's own model at its own shapes: what online training takes in memory and time.
 
-The roles are built as the PPO stage builds them, and its own functions run: the sampler, experience, gradients of a
-micro-batch, optimizer steps of rate 0, the export. Ids are random and no file of the run is touched.
+The roles are built as the PPO stage builds them, and its own functions run: experience, gradients of a micro-batch,
+optimizer steps of rate 0, the sampler, the export. Ids are random and no file of the run is touched.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch.optim import Optimizer
 
-from keel.config import Recipe
+from keel.config import PpoConfig, Recipe
 from keel.data.encode import Encoder, micro_batches
+from keel.models.flops import products_of
 from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, new_head
 from keel.models.shared import SharedRoles
+from keel.models.size import BYTES, Size
 from keel.rewards.learned import LearnedReward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.console import Console
 from keel.runs.resources import peak_rss_bytes, restart_peak
-from keel.train.forecast import Lengths, ppo_roles
+from keel.train.forecast import Lengths, micro_tokens, ppo_roles
 from keel.train.online import Learner, accumulate, first_state, make_experience
 from keel.train.optim import guarded_step, make_optimizer
-from keel.train.profile import Clock
-from keel.types import Prompt, Rollouts
+from keel.train.profile import Clock, product_rate
+from keel.types import Experience, Prompt, Rollouts
 
 FEW_TOKENS = 4
 """Tokens that are sampled first, to see how long more would take."""
 PATIENCE = 8.0
-"""Seconds that sampling may take."""
+"""Seconds that sampling may take, and about as many each pass for gradients."""
+LIKELY_UTILISATION = 0.3
+"""Of the machine's matrix product in a pass for gradients; only to guess how many tokens are a matter of seconds."""
+CYCLES = 5
+"""Steps that are tried at most."""
 LARGEST_EXPORT = 1 << 32
 """Bytes of a model that is still written to measure the export."""
 
@@ -42,12 +48,14 @@ class Measured:
     """What was seen.
 
     peaks: the most that the process (on a GPU: the device) held at each moment, in bytes. sampled: tokens of the
-    responses when the peak of sampling was taken; more were not waited for. seconds: of an update's parts, for all its
-    tokens.
+    responses when the peak of sampling was taken; more were not waited for. shares: of the tokens that a run has in
+    memory at once, those that the measured passes had, where a whole micro-batch would take too long. seconds: of an
+    update's parts, for all its tokens.
     """
 
     peaks: dict[str, int] = field(default_factory=dict)
     sampled: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -90,45 +98,117 @@ class Meter:
         return found
 
 
-def calibrate(recipe: Recipe, start: Path | str, lengths: Lengths, device: torch.device, console: Console) -> Measured:
-    """Runs the passes. Asserts that the recipe has online training."""
-    ppo = recipe.ppo
-    assert ppo
-    meter, measured = Meter(device), Measured()
-    with console.task("trying the recipe's shapes", 5, unit="part") as task:
-        encoder = load_encoder(start, recipe.model)
-        roles = build_roles(recipe, start, device)
-        meter.peak()
+def calibrate(
+    recipe: Recipe, start: Path | str, size: Size, lengths: Lengths, device: torch.device, console: Console
+) -> Measured:
+    """Runs the passes. Asserts that the recipe has online training.
+
+    They are run again while that is a matter of seconds, with the lengths dealt anew: a process keeps some of what it
+    has freed, and its peaks rise over the first updates.
+    """
+    with console.task("trying the recipe's shapes", 3, unit="part") as task:
+        rehearsal = _Rehearsal(recipe, start, size, device)
         task.update(1)
-        _sample(measured, LocalEngine(roles, _Given.like(encoder)), recipe, lengths, meter)
+        began = time.monotonic()
+        for number in range(CYCLES):
+            dealt = replace(lengths, responses=lengths.responses[number:] + lengths.responses[:number])
+            rehearsal.cycle(dealt)
+            if time.monotonic() - began > PATIENCE:
+                break
         task.update(2)
-        whole = _rollouts(lengths)
-        part = whole.select(_first_parts(recipe, roles, lengths, range(len(whole))))
-        learner = Learner(roles, encoder.pad_id, recipe.model.max_response_tokens, ppo, recipe.seed)
-        state = first_state(ppo)
-        for warm in (True, False):  # the first time has what only a first time has
-            clock = Clock()
-            if roles.has("reward"):
-                LearnedReward(roles, encoder.pad_id, ppo.micro_tokens).score(part)
-                clock.lap("score")
-            groups = torch.arange(len(part)) // ppo.responses_per_prompt
-            greedy_B = torch.zeros(len(part)) if ppo.advantage == "remax" else None
-            experience, _ = make_experience(
-                learner, part, torch.arange(len(part)) % 2.0, groups, state, greedy_B, clock
-            )
-            if not warm:
-                share = sum(lengths.sequences) / sum(len(s) for s in part.sequences())
-                measured.seconds |= {n.removeprefix("seconds_"): share * s for n, s in clock.laps.items()}
-        measured.peaks["experience"] = meter.peak()
+        rehearsal.export()
         task.update(3)
-        _update(measured, learner, experience, recipe, lengths, meter)
-        task.update(4)
-        if recipe.model.backbone == "separate" or _bytes_of(roles) < LARGEST_EXPORT:
+    return rehearsal.measured
+
+
+class _Rehearsal:
+    """A step of online training on part of the tokens, with what it takes."""
+
+    def __init__(self, recipe: Recipe, start: Path | str, size: Size, device: torch.device):
+        assert recipe.ppo
+        self.recipe, self.ppo, self.size = recipe, recipe.ppo, size
+        self.measured, self.meter = Measured(), Meter(device)
+        self.encoder = load_encoder(start, recipe.model)
+        self.roles = build_roles(recipe, start, device)
+        self.learner = Learner(self.roles, self.encoder.pad_id, recipe.model.max_response_tokens, self.ppo, recipe.seed)
+        self.learners: list[Role] = ["policy", "critic"] if self.ppo.has_critic else ["policy"]
+        self.optimizers: dict[str, Optimizer] = {
+            role: make_optimizer(self.roles.parameters(role).values()) for role in self.learners
+        }
+        self.meter.restart()
+
+    def cycle(self, lengths: Lengths) -> None:
+        """Experience, gradients, sampling; in this order: optimizer state is there when sampling is measured."""
+        experience = self._experience(lengths)
+        self._looked("experience")
+        self._update(experience, lengths)
+        self._looked("update")
+        self._sample(lengths)
+        self._looked("generate")
+
+    def export(self) -> None:
+        """Writes the policy aside, unless that takes a file of gigabytes for what is known from shapes."""
+        self.optimizers.clear()
+        if self.size.parameters * BYTES[self.recipe.model.dtype] < LARGEST_EXPORT:
             with TemporaryDirectory() as folder:
-                roles.export("policy", Path(folder))
-            measured.peaks["export"] = meter.peak()
-        task.update(5)
-    return measured
+                self.roles.export("policy", Path(folder))
+            self._looked("export")
+
+    def _looked(self, moment: str) -> None:
+        self.measured.peaks[moment] = max(self.measured.peaks.get(moment, 0), self.meter.peak())
+
+    def _experience(self, lengths: Lengths) -> Experience:
+        at_once = _first_parts(self.ppo, self.roles, lengths)
+        rows = _affordable(self.roles, self.learners, lengths, at_once)
+        part, clock = _rollouts(lengths).select(rows), Clock()
+        taken = sum(lengths.sequences[i] for i in rows)
+        self.measured.shares["experience"] = taken / sum(lengths.sequences[i] for i in at_once)
+        if self.roles.has("reward"):
+            LearnedReward(self.roles, self.encoder.pad_id, self.ppo.micro_tokens).score(part)
+            clock.lap("score")
+        scores_B, groups_B = torch.arange(len(part)) % 2.0, torch.arange(len(part)) // self.ppo.responses_per_prompt
+        greedy_B = torch.zeros(len(part)) if self.ppo.advantage == "remax" else None
+        state = first_state(self.ppo)
+        experience, _ = make_experience(self.learner, part, scores_B, groups_B, state, greedy_B, clock)
+        share = sum(lengths.sequences) / taken
+        self.measured.seconds |= {name.removeprefix("seconds_"): share * s for name, s in clock.laps.items()}
+        return experience
+
+    def _update(self, experience: Experience, lengths: Lengths) -> None:
+        """Gradients of as much of a minibatch as is in memory at once, twice: optimizer state is there then."""
+        ppo, sequences = self.ppo, experience.rollouts.sequences()
+        rows = list(range(min(len(sequences), -(-len(lengths.prompts) // ppo.minibatches))))
+        bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
+        for _ in range(1 if self.optimizers["policy"].state else 2):
+            began = time.monotonic()
+            accumulate(self.learner, experience, rows, first_state(ppo), self.learners)
+            passed, began = time.monotonic() - began, time.monotonic()
+            guarded_step(self.optimizers, bounds, "calibration")
+            step = time.monotonic() - began
+        taken = sum(len(sequences[i]) for i in rows)
+        self.measured.shares["update"] = min(1.0, taken / micro_tokens(self.recipe, self.size, lengths))
+        share = sum(lengths.sequences) / taken
+        self.measured.seconds["update"] = ppo.epochs * (share * passed + ppo.minibatches * step)
+
+    def _sample(self, lengths: Lengths) -> None:
+        """Sampling at the batch's size; the whole of it only where that is a matter of seconds."""
+        engine, each = LocalEngine(self.roles, _Given.like(self.encoder)), self.ppo.responses_per_prompt
+        # A first token of its own: prompts that are alike would be passed through the model once.
+        ids = [(i // each % 100 + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
+        prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in ids]
+        whole = sum(lengths.responses)
+        mean = max(1, round(whole / len(lengths.responses)))
+        tokens = min(FEW_TOKENS, mean)
+        while True:
+            began = time.monotonic()
+            rollouts = engine.generate(prompts, Sampling(self.ppo.temperature, tokens), seed=0, step=0)
+            spent = time.monotonic() - began
+            if tokens == mean or spent * mean / tokens > PATIENCE:
+                break
+            tokens = mean
+        self.measured.sampled = int(rollouts.lengths_B.sum())
+        twice = 2 if self.ppo.advantage == "remax" else 1
+        self.measured.seconds["generate"] = twice * spent * whole / self.measured.sampled
 
 
 def build_roles(recipe: Recipe, start: Path | str, device: torch.device) -> Roles:
@@ -147,28 +227,6 @@ def build_roles(recipe: Recipe, start: Path | str, device: torch.device) -> Role
     return SeparateRoles.build(model, wanted, trainable, recipe.seed, reward)
 
 
-def _sample(measured: Measured, engine: LocalEngine, recipe: Recipe, lengths: Lengths, meter: Meter) -> None:
-    """Sampling at the batch's size; the whole of it only where that is a matter of seconds."""
-    assert recipe.ppo
-    each = recipe.ppo.responses_per_prompt
-    # A first token of its own: prompts that are alike would be passed through the model once.
-    ids = [(i // each % 100 + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
-    prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in ids]
-    mean = max(1, round(sum(lengths.responses) / len(lengths.responses)))
-    tokens = min(FEW_TOKENS, mean)
-    while True:
-        began = time.monotonic()
-        rollouts = engine.generate(prompts, Sampling(recipe.ppo.temperature, tokens), seed=recipe.seed, step=0)
-        spent = time.monotonic() - began
-        if tokens == mean or spent * mean / tokens > PATIENCE:
-            break
-        tokens = mean
-    made = max(1, int(rollouts.lengths_B.sum()))
-    measured.sampled = made
-    measured.seconds["generate"] = spent * sum(lengths.responses) / made * (2 if recipe.ppo.advantage == "remax" else 1)
-    measured.peaks["generate"] = meter.peak()
-
-
 def _rollouts(lengths: Lengths) -> Rollouts:
     """Rollouts of these lengths with ids that mean nothing."""
     rows = len(lengths.prompts)
@@ -179,35 +237,22 @@ def _rollouts(lengths: Lengths) -> Rollouts:
     return Rollouts(prompts, ids, mask_BT.long(), mask_BT, zeros_BT, ["stop"] * rows, [""] * rows, 0)
 
 
-def _first_parts(recipe: Recipe, roles: Roles, lengths: Lengths, rows: Sequence[int]) -> list[int]:
-    """The rows of the micro-batches that are worked on first, at least two: those of the longest sequences."""
-    assert recipe.ppo
+def _first_parts(ppo: PpoConfig, roles: Roles, lengths: Lengths) -> list[int]:
+    """The rows of the micro-batches that are worked on first, those of the longest sequences; at least two."""
     workers = roles.workers("policy")
-    parts = micro_batches([lengths.sequences[i] for i in rows], recipe.ppo.micro_tokens, workers)
-    chosen = [rows[i] for part in parts[:workers] for i in part]
-    return chosen if len(chosen) > 1 else list(rows[:2])
+    parts = micro_batches(lengths.sequences, ppo.micro_tokens, workers)
+    chosen = [i for part in parts[:workers] for i in part]
+    return chosen if len(chosen) > 1 else list(range(min(2, len(lengths.prompts))))
 
 
-def _update(measured: Measured, learner: Learner, experience, recipe: Recipe, lengths: Lengths, meter: Meter) -> None:
-    """Gradients of as much of a minibatch as is in memory at once, twice: optimizer state is there the second time."""
-    ppo, roles = learner.ppo, learner.roles
-    learners: list[Role] = ["policy", *(["critic"] if ppo.has_critic else [])]  # type: ignore[list-item]
-    optimizers = {role: make_optimizer(roles.parameters(role).values()) for role in learners}
-    rows = list(range(min(len(experience.rollouts), -(-len(lengths.prompts) // ppo.minibatches))))
-    state = {**first_state(ppo), "warming": False}
-    bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
-    passed = step = 0.0
-    for _ in range(2):
-        began = time.monotonic()
-        accumulate(learner, experience, rows, state, learners)
-        passed, began = time.monotonic() - began, time.monotonic()
-        guarded_step(optimizers, bounds, "calibration")  # type: ignore[arg-type]
-        step = time.monotonic() - began
-    sequences = experience.rollouts.sequences()
-    share = sum(lengths.sequences) / sum(len(sequences[i]) for i in rows)
-    measured.seconds["update"] = ppo.epochs * (share * passed + ppo.minibatches * step)
-    measured.peaks["update"] = meter.peak()
-
-
-def _bytes_of(roles: Roles) -> int:
-    return sum(p.numel() * p.element_size() for p in roles.model("policy").parameters())
+def _affordable(roles: Roles, trained: list[Role], lengths: Lengths, rows: list[int]) -> list[int]:
+    """As many of the rows, from the first on, as a pass for gradients does in some seconds; at least two."""
+    products = products_of(roles, "policy")
+    seconds = 1 / (LIKELY_UTILISATION * product_rate(roles.model("policy").dtype, roles.device))
+    spent, chosen = 0.0, []
+    for i in rows:
+        spent += seconds * len(trained) * products.training([lengths.sequences[i]], lengths.responses[i])
+        if len(chosen) > 1 and spent > PATIENCE:
+            break
+        chosen.append(i)
+    return chosen

@@ -111,25 +111,37 @@ def peak(moments: Mapping[str, Memory]) -> int:
     return max(sum(parts.values()) for parts in moments.values())
 
 
-def other_stages(recipe: Recipe, size: Size) -> dict[str, int]:
-    """Bytes of the stages beside online training: weights, gradients, optimizer, and activations and logits of one
-    micro-batch that is full."""
-    found: dict[str, int] = {}
-    sequence = recipe.model.max_prompt_tokens + recipe.model.max_response_tokens
-    for name, settings, frozen in (
-        ("sft", recipe.sft, []),
-        ("reward", recipe.reward, ["reference"]),
-        ("preference", recipe.preference, []),
-    ):
+def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
+    """Bytes by part of the stages beside online training, counted with a micro-batch that is full; for `eval` a batch
+    that is sampled, with the models before and after training."""
+    found: dict[str, Memory] = {}
+    model, dtype = recipe.model, recipe.model.dtype
+    sequence = model.max_prompt_tokens + model.max_response_tokens
+    for name, settings in (("sft", recipe.sft), ("reward", recipe.reward), ("preference", recipe.preference)):
         if settings is None:
             continue
+        frozen = ["reference"] if name == "reward" else []
         tuned = recipe.sft.tuning if name == "sft" and recipe.sft else None
-        kind = "separate" if tuned == "full" else "shared" if tuned == "lora" else recipe.model.backbone
-        as_if = recipe.model_copy(update={"model": recipe.model.model_copy(update={"backbone": kind})})
+        kind = "separate" if tuned == "full" else "shared" if tuned == "lora" else model.backbone
+        as_if = recipe.model_copy(update={"model": model.model_copy(update={"backbone": kind})})
         weights, own = weights_of(as_if, size, ["policy"], frozen)
-        tokens = min(settings.micro_tokens, settings.batch * sequence * (2 if name != "sft" else 1))
+        tokens = min(settings.micro_tokens, settings.batch * sequence * (1 if name == "sft" else 2))
         logits = 0 if name == "reward" else 3 * 4 * min(tokens * size.vocabulary, LOGITS_AT_ONCE)
-        found[name] = weights + 3 * own + size.activations(tokens, recipe.model.dtype) + logits
+        found[name] = {
+            "weights": weights,
+            "gradients": own,
+            "optimizer": 2 * own,
+            "activations": size.activations(tokens, dtype),
+            "logits": logits,
+        }
+    if recipe.eval:
+        weights, _ = weights_of(recipe, size, ["reward"] if recipe.reward else [], ["reference"])
+        rows = min(recipe.eval.prompts, Sampling().rows)
+        found["eval"] = {
+            "weights": weights + size.parameters * BYTES[dtype],
+            "cache": size.cache(rows * sequence, dtype),
+            "logits": rows * size.vocabulary * (BYTES[dtype] + 16),
+        }
     return found
 
 

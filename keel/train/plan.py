@@ -40,34 +40,41 @@ from keel.train.inputs import read_inputs
 from keel.types import Prompt
 
 RESIDENT = "interpreter, libraries"
+LABELS = {"activations": "activations, temporary"}
 TOKENIZER_REQUESTS = 2000
 """Requests of the sandbox that a tokenizer is made of where there is none yet; the run takes more."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is foretold: bytes by moment and part of online training, of the other stages, and seconds of an update.
+    """What is foretold: bytes by part, for each moment of online training and for each other stage, and seconds of an
+    update. Without online training there are neither moments nor lengths.
 
     measured: whether real passes stand behind it. limit: memory of the machine or GPU, in bytes.
     """
 
     moments: dict[str, Memory]
-    stages: dict[str, int]
+    stages: dict[str, Memory]
     seconds: dict[str, float]
-    lengths: Lengths
+    lengths: Lengths | None
     measured: bool
     limit: int
     changes: list[Change]
 
     @property
     def peak(self) -> int:
-        """The largest moment of online training, in bytes."""
-        return peak(self.moments)
+        """The largest moment of online training, in bytes; of the other stages where there is none."""
+        return peak(self.moments or self.stages)
+
+    @property
+    def largest(self) -> int:
+        """The largest moment of all stages, in bytes."""
+        return peak({**self.moments, **self.stages})
 
     @property
     def fits(self) -> bool:
         """Whether that is within the limit."""
-        return max([self.peak, *self.stages.values()]) <= self.limit
+        return self.largest <= self.limit
 
 
 def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Forecast:
@@ -75,10 +82,8 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
 
     limit: bytes that there are; by default those of the machine or GPU. Raises KeelError for what a run refuses too.
     """
-    if not recipe.ppo:
-        raise ConfigError(
-            "keel plan foretells online training, and this recipe has none", where="ppo", remedy="add `ppo:`"
-        )
+    if not (recipe.sft or recipe.reward or recipe.preference or recipe.ppo):
+        raise ConfigError("this recipe has no stage that trains", remedy="add `sft:`, `reward:` or `ppo:`")
     quiet_transformers()
     torch.set_num_threads(recipe.threads or 1)
     device = pick_device(recipe.model.device)
@@ -86,22 +91,27 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
     limit = limit or (memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1])
     with _start(recipe, console) as start:
         size = size_of(AutoConfig.from_pretrained(str(start)))
+        stages = {name: {RESIDENT: resident, **parts} for name, parts in other_stages(recipe, size).items()}
+        if not recipe.ppo:
+            return Forecast({}, stages, {}, None, False, limit, [])
         lengths = _lengths(recipe, load_encoder(start, recipe.model), console)
-        counted = {name: {RESIDENT: resident, **parts} for name, parts in ppo_memory(recipe, size, lengths).items()}
-        stages = {name: resident + need for name, need in other_stages(recipe, size).items()}
+        moments = {name: {RESIDENT: resident, **parts} for name, parts in ppo_memory(recipe, size, lengths).items()}
         measured = None
-        if peak(counted) <= limit:
-            measured = calibrate(recipe, start, lengths, device, console)
-    moments = corrected(counted, measured, size, lengths, recipe.model.dtype) if measured else counted
-    seconds = measured.seconds if measured else {}
+        if peak(moments) <= limit:
+            measured = calibrate(recipe, start, size, lengths, device, console)
+            moments = corrected(moments, measured, size, lengths, recipe.model.dtype)
     changes = advice(recipe, size, lengths)
-    return Forecast(moments, stages, seconds, lengths, measured is not None, limit, changes)
+    return Forecast(
+        moments, stages, measured.seconds if measured else {}, lengths, measured is not None, limit, changes
+    )
 
 
 def corrected(
     counted: dict[str, Memory], measured: Measured, size: Size, lengths: Lengths, dtype: str
 ) -> dict[str, Memory]:
-    """The counted parts, with activations as what a measured peak leaves for them; logits get no more than that."""
+    """The counted parts, with activations as what a measured peak leaves for them, in proportion where a part of a
+    micro-batch was measured. Logits get no more than what is left.
+    """
     moments: dict[str, Memory] = {}
     for name, parts in counted.items():
         if name not in measured.peaks:
@@ -113,7 +123,8 @@ def corrected(
         known = {part: n for part, n in parts.items() if part not in ("activations", "logits")}
         left = max(0, whole - sum(known.values()))
         logits = min(parts.get("logits", 0), left)
-        moments[name] = {**known, "logits": logits, "activations": left - logits}
+        activations = round((left - logits) / measured.shares.get(name, 1.0))
+        moments[name] = {**known, "logits": logits, "activations": activations}
     return moments
 
 
@@ -184,41 +195,26 @@ def _lengths(recipe: Recipe, encoder: Encoder, console: Console) -> Lengths:
 
 def show(recipe: Recipe, found: Forecast, console: Console) -> None:
     """The forecast for a person."""
-    assert recipe.ppo
-    names = [name for name in MOMENTS if name in found.moments]
+    columns = {**found.stages, **{name: found.moments[name] for name in MOMENTS if name in found.moments}}
     rows: list[list[object]] = []
     for part in (RESIDENT, *PARTS):
-        cells = [found.moments[name].get(part, 0) for name in names]
+        cells = [parts.get(part, 0) for parts in columns.values()]
         if any(cells):
-            rows.append([_label(recipe, part), *(round(n / MIB) for n in cells)])
-    rows.append(["together", *(round(sum(found.moments[name].values()) / MIB) for name in names)])
-    how = "with a few real passes" if found.measured else "counted from shapes; nothing was loaded"
-    console.table(["MiB", *names], rows, title=f"{recipe.name}, ppo: memory by part, {how}")
-    console.line(f"{found.lengths.source}; {sum(found.lengths.prompts) / len(found.lengths.prompts):.0f} of a prompt")
-    largest = max(names, key=lambda name: sum(found.moments[name].values()))
-    console.line(f"peak of ppo: {_size(found.peak)}, at {largest}; there are {_size(found.limit)}", "bold")
+            rows.append([LABELS.get(part, part), *(round(n / MIB) for n in cells)])
+    rows.append(["together", *(round(sum(parts.values()) / MIB) for parts in columns.values())])
+    console.table(["MiB", *columns], rows, title=f"{recipe.name}: memory by part")
     if found.stages:
-        told = ", ".join(f"{name} {_size(need)}" for name, need in found.stages.items())
-        console.line(f"other stages, counted from shapes with full micro-batches: {told}")
-    if found.seconds:
-        told = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in found.seconds.items())
-        whole = sum(found.seconds.values())
-        console.line(
-            f"time per update: {whole:.2g} s ({told}); {recipe.ppo.updates} updates: "
-            f"{duration(whole * recipe.ppo.updates)}",
-            "bold",
-        )
+        console.line(f"{', '.join(found.stages)}: counted from shapes, with full micro-batches")
+    if found.moments:
+        _show_ppo(recipe, found, console)
     if found.fits:
-        console.line("it fits", "green")
+        console.line(f"it fits: there are {_size(found.limit)}", "green")
         return
-    console.line(
-        f"it does not fit: it needs {_size(max([found.peak, *found.stages.values()]))}, and there are "
-        f"{_size(found.limit)}",
-        "red",
-    )
-    large = [name for name, need in found.stages.items() if need > found.limit]
+    console.line(f"it does not fit: it needs {_size(found.largest)}, and there are {_size(found.limit)}", "red")
+    large = [name for name, parts in found.stages.items() if sum(parts.values()) > found.limit and name != "eval"]
     if large:
-        console.line(f"lower micro_tokens of {', '.join(large)}, or train adapters there")
+        names = ", ".join(large)
+        console.line(f"lower micro_tokens or batch of {names}, or train adapters (backbone shared, tuning lora)")
     if found.peak > found.limit and found.changes:
         advised = [
             [c.field, str(c.old), str(c.new), _size(c.saves), _size(found.peak - c.saves)] for c in found.changes
@@ -226,15 +222,27 @@ def show(recipe: Recipe, found: Forecast, console: Console) -> None:
         console.table(["change", "from", "to", "saves", "peak then"], advised, title="what would lower it, each alone")
 
 
-def _label(recipe: Recipe, part: str) -> str:
-    if part != "weights":
-        return "activations, temporary" if part == "activations" else part
+def _show_ppo(recipe: Recipe, found: Forecast, console: Console) -> None:
+    ppo, lengths = recipe.ppo, found.lengths
+    assert ppo and lengths
     trained, frozen = ppo_roles(recipe)
     roles = [*trained, *frozen]
-    if recipe.model.backbone == "separate":
-        return f"weights: a model each for {', '.join(roles)}"
-    adapters = [role for role in roles if role != "reference"]
-    return f"weights: one base, adapters of rank {recipe.model.lora_rank} for {', '.join(adapters)}"
+    held = f"a model each for {', '.join(roles)}"
+    if recipe.model.backbone == "shared":
+        adapters = ", ".join(role for role in roles if role != "reference")
+        held = f"one base; adapters of rank {recipe.model.lora_rank} for {adapters}"
+    console.line(f"ppo holds {held}; {' and '.join(trained)} learn")
+    how = "measured in a few real passes" if found.measured else "counted from shapes; nothing was loaded"
+    prompt = sum(lengths.prompts) / len(lengths.prompts)
+    console.line(f"{', '.join(found.moments)}: {how}; prompts of {prompt:.0f} tokens, {lengths.source}")
+    largest = max(found.moments, key=lambda name: sum(found.moments[name].values()))
+    console.line(f"peak of ppo: {_size(found.peak)}, at {largest}", "bold")
+    if found.seconds:
+        told = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in found.seconds.items())
+        whole = sum(found.seconds.values())
+        console.line(
+            f"time per update: {whole:.2g} s ({told}); {ppo.updates} updates: {duration(whole * ppo.updates)}", "bold"
+        )
 
 
 def _size(count: int) -> str:

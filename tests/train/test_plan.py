@@ -103,6 +103,9 @@ def test_a_measured_peak_is_split_over_the_parts():
     assert found["generate"] == {"weights": 100, "cache": 40, "logits": 10, "activations": 10 + 6 * 2 * 6 * 4}
     assert found["update"] == {"weights": 100, "logits": 20, "activations": 0}
     assert found["export"] == {"weights": 120}
+    # Half of the tokens of a micro-batch were measured: all of them take twice the activations.
+    more = corrected(counted, Measured({"update": 150}, shares={"update": 0.5}), SIZE, LENGTHS, "float32")
+    assert more["update"] == {"weights": 100, "logits": 30, "activations": 2 * 20}
 
 
 def test_advice_saves_what_it_says():
@@ -120,7 +123,14 @@ def test_advice_saves_what_it_says():
 def test_other_stages_are_counted_as_they_train():
     recipe = recipe_of({"backbone": "shared", "lora_rank": 3}, reward=True)
     found = other_stages(recipe, SIZE)
-    assert found.keys() == {"reward"} and found["reward"] > 1000 * 4 + 3 * 50 * 3 * 4
+    adapter = 50 * 3 * 4
+    assert found.keys() == {"reward"}
+    assert found["reward"]["weights"] == 1000 * 4 + adapter  # the reference is the base
+    assert (found["reward"]["gradients"], found["reward"]["optimizer"]) == (adapter, 2 * adapter)
+    full = Recipe.model_validate(
+        {"name": "x", "model": {"path": "x"}, "sft": {"data": {"path": ["x"]}, "tuning": "full"}}
+    ).resolved()
+    assert other_stages(full, SIZE)["sft"]["optimizer"] == 2 * 1000 * 4
 
 
 @pytest.fixture
@@ -146,7 +156,7 @@ def test_a_forecast_of_real_passes(written, kind, capsys):
     assert found.seconds.keys() == {"generate", "policy", "reference", "values", "experience", "update"}
     assert all(parts[RESIDENT] > 0 and min(parts.values()) >= 0 for parts in found.moments.values())
     assert found.peak == max(sum(parts.values()) for parts in found.moments.values())
-    assert found.lengths.responses == (8,) * 8
+    assert found.lengths and found.lengths.responses == (8,) * 8
     show(recipe, found, Console())
     out = capsys.readouterr().out
     assert "it fits" in out and "time per update" in out
@@ -171,6 +181,15 @@ def test_what_does_not_fit_is_said_with_advice(written, tiny_model, tmp_path, ca
     assert "it does not fit" in out and "nothing was loaded" in out
     advised = next(line for line in out.splitlines() if "model.backbone" in line)
     assert "separate" in advised and "shared" in advised and "GiB" in advised
+
+
+def test_a_recipe_without_online_training_is_counted(tiny_model, capsys):
+    tree = {"name": "x", "model": {"path": str(tiny_model)}, "sft": {"data": {"path": ["x"]}}}
+    recipe = Recipe.model_validate(tree).resolved()
+    found = forecast(recipe, Console())
+    assert found.stages.keys() == {"sft"} and not found.moments and found.fits and found.peak == found.largest
+    show(recipe, found, Console())
+    assert "counted from shapes" in capsys.readouterr().out
 
 
 def test_the_command(written, capsys):
