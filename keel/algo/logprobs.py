@@ -97,7 +97,8 @@ def _chunks(rows: int, chunk: int) -> Iterator[slice]:
 def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     # Forward and backward must see the same logits; backward runs outside of any autocast, so forward does too.
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return linear(hidden_NH, weight_VH, bias_V).float() / temperature
+        logits_NV = linear(hidden_NH, weight_VH, bias_V).float()
+    return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 
 def _new_rows(hidden_NH: Tensor, count: int) -> Iterator[Tensor]:
@@ -146,11 +147,16 @@ class _TokenLogprobs(torch.autograd.Function):
         """Log-probabilities and entropies, chunk by chunk."""
         logprobs_N, entropy_N, log_sum_N = _new_rows(hidden_NH, 3)
         for rows in _chunks(len(ids_N), chunk):
+            # Few passes over [chunk, V], and in place: with a small vocabulary they cost more than the product.
             logits_NV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, temperature)
-            log_sum_N[rows] = logits_NV.logsumexp(1)
-            logits_NV -= log_sum_N[rows, None]
-            logprobs_N[rows] = logits_NV.gather(1, ids_N[rows, None])[:, 0]
-            entropy_N[rows] = -(logits_NV.exp() * logits_NV).sum(1)
+            top_N1 = logits_NV.amax(1, keepdim=True)
+            logits_NV -= top_N1
+            weights_NV = logits_NV.exp()
+            sum_N = weights_NV.sum(1)
+            above_N = sum_N.log()
+            logprobs_N[rows] = logits_NV.gather(1, ids_N[rows, None])[:, 0] - above_N
+            entropy_N[rows] = above_N - weights_NV.mul_(logits_NV).sum(1) / sum_N
+            log_sum_N[rows] = above_N.add_(top_N1[:, 0])
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, log_sum_N)
         ctx.temperature, ctx.chunk = temperature, chunk
         # An output that the loss does not use comes to backward as None, not as zeros to be multiplied by.
@@ -173,9 +179,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy_slope_NV = probs_NV.mul_(terms_NV.sum(1, keepdim=True)).sub_(terms_NV)
                 parts.append(entropy_slope_NV.mul_(grad_entropy_N[rows, None] / ctx.temperature))
             if grad_N is not None:
-                slope_NV = logprobs_NV.exp_().neg_()
-                slope_NV.scatter_add_(1, ids_N[rows, None], torch.ones_like(slope_NV[:, :1]))
-                parts.append(slope_NV.mul_(grad_N[rows, None] / ctx.temperature))
+                grad_N1 = grad_N[rows, None] / ctx.temperature
+                slope_NV = logprobs_NV.exp_().mul_(-grad_N1)
+                parts.append(slope_NV.scatter_add_(1, ids_N[rows, None], grad_N1))
             return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
 
         return *_input_gradients(ctx, hidden_NH, weight_VH, bias_V, slope), None, None, None

@@ -135,7 +135,8 @@ class Product(NamedTuple):
 
 
 def _products(tensors: tuple[Any, ...], scales: tuple[float, ...]) -> list[Product]:
-    return [Product(*tensors[4 * i : 4 * i + 4], scale) for i, scale in enumerate(scales)]
+    groups = (tensors[4 * i : 4 * i + 4] for i in range(len(scales)))
+    return [Product(weight, bias, a, b, scale) for (weight, bias, a, b), scale in zip(groups, scales, strict=True)]
 
 
 def _norm(x_NH: Tensor, eps: float) -> tuple[Tensor, Tensor]:

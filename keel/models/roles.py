@@ -26,7 +26,9 @@ R = TypeVar("R")
 
 HEADED: tuple[Role, ...] = ("critic", "reward")
 LOGITS_AT_ONCE = 1 << 23
-"""Logits per chunk (32 MiB in float32): many rows of a small vocabulary, few of a large one."""
+"""Logits per chunk (32 MiB in float32) of a large vocabulary, whose weights are read again for each chunk."""
+LOGITS_IN_CACHE = 1 << 18
+"""Logits per chunk (1 MiB) where the output weights are small enough to stay in the processor's caches as well."""
 
 
 class Roles(Protocol):
@@ -104,7 +106,9 @@ def micro_policy(
 
 
 def _chunk(model: PreTrainedModel) -> int:
-    return max(64, LOGITS_AT_ONCE // unembedding(model)[0].shape[0])
+    weight_VH, _ = unembedding(model)
+    at_once = LOGITS_IN_CACHE if weight_VH.numel() <= LOGITS_IN_CACHE * 4 else LOGITS_AT_ONCE
+    return max(64, at_once // len(weight_VH))
 
 
 def unpacked(x_N: Tensor, response_mask_BT: Tensor) -> Tensor:
