@@ -139,7 +139,7 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
                     recipe.sft.batch,
                     world.prompts if world else None,
                     recipe.sft.held_out,
-                    "demonstrations",
+                    recipe.sft.max_rows,
                 ),
             )
         )
@@ -178,12 +178,16 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
     return rows
 
 
-def _passes(epochs: int, batch: int, rows: int | None, held_out: int, what: str) -> str:
+def _passes(epochs: int, batch: int, rows: int | None, held_out: int, most: int | None) -> str:
     if rows is None:
-        return f"{epochs} pass(es) over all {what} in the data, less {held_out} held out, {batch} a step"
-    used = max(0, rows - held_out)
+        which = f"at most {most}" if most else "all"
+        return f"{epochs} pass(es) over {which} demonstrations in the data, less {held_out} held out, {batch} a step"
+    used = min(max(0, rows - held_out), most or rows)
     steps = -(-used * epochs // batch)
-    return f"{epochs} pass(es) over up to {used} {what} ({held_out} held out), {batch} a step = {steps} optimizer steps"
+    return (
+        f"{epochs} pass(es) over up to {used} demonstrations ({held_out} held out), {batch} a step = {steps} "
+        "optimizer steps"
+    )
 
 
 def _pair_passes(settings: RewardConfig | PreferenceConfig) -> list[str]:

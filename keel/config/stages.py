@@ -93,6 +93,8 @@ class SftConfig(Section):
     """Demonstrations. Null in the sandbox, which writes its own."""
     tuning: Literal["full", "lora"] = "full"
     """full: all weights. lora: an adapter, merged into the base at the end."""
+    max_rows: Positive | None = None
+    """Train on at most so many demonstrations, drawn by seed. Null: all."""
     epochs: Positive = 1
     """Passes over the demonstrations."""
     batch: Positive = 32

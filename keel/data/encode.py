@@ -100,9 +100,9 @@ class Encoder:
             DataError: the template refuses the messages, "plain" meets several, or there is no token.
         """
         if self.template == "chat":
-            ids = self._ids(self._render(prompt))
+            (ids,) = self._ids([self._render(prompt)])
         elif len(prompt.messages) == 1:
-            ids = self._bos + self._ids(prompt.text)
+            ids = self._bos + self._ids([prompt.text])[0]
         else:
             raise DataError(
                 f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
@@ -128,10 +128,9 @@ class Encoder:
     def sequences(self, prompt: Prompt, responses: Sequence[str]) -> list[TokenSequence]:
         """`sequence` of several responses to one prompt, whose ids are made once."""
         prompt_ids = self.prompt_ids(prompt)
-        return [TokenSequence(prompt_ids, self._response_ids(response)) for response in responses]
+        return [TokenSequence(prompt_ids, self._response_ids(ids)) for ids in self._ids(responses)]
 
-    def _response_ids(self, response: str) -> tuple[int, ...]:
-        ids = self._ids(response)
+    def _response_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         end = next((at for at, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
             ids += (self.eos_id,)
@@ -175,9 +174,9 @@ class Encoder:
         assert isinstance(text, str)
         return text
 
-    def _ids(self, text: str) -> tuple[int, ...]:
+    def _ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         # verbose=False: a text over the model's length is cut here, by our own limits, and needs no warning
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return [tuple(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def eos_ids_of(

@@ -98,6 +98,26 @@ class View:
             )
         return turns[0]["content"]
 
+    def replies(self, name: str) -> list[str]:
+        """A field that holds a list of texts, or of messages of the assistant.
+
+        Raises:
+            DataError: it holds anything else.
+        """
+        value = self.fields[name]
+        texts = (
+            [t if isinstance(t, dict) else {"role": "assistant", "content": t} for t in value]
+            if isinstance(value, list)
+            else []
+        )
+        turns = [self._turn(name, text) for text in texts]
+        if not turns or any(turn["role"] != "assistant" for turn in turns):
+            raise self.refuse(
+                f"'{name}' holds {kind_of(value)}; expected a list of the assistant's replies, the best first.",
+                'Write a list in every row, as in ["the best", "the second", "the worst"].',
+            )
+        return [turn["content"] for turn in turns]
+
 
 def view_row(row: Row, names: Mapping[str, str], shapes: tuple[Shape, ...], kind: str) -> View:
     """The row under our names, with the first of the shapes that it has.

@@ -7,6 +7,7 @@ one prompt a line. Shapes (the first that a row has all fields of; `columns` map
     preferences      prompt + chosen + rejected | conversations + chosen + rejected (ShareGPT)
                      chosen + rejected (whole transcripts or message lists that share all but the last turn)
                      instruction (+ input) + output_1 + output_2 + preference (1 or 2; 0 is a tie)
+                     prompt + ranking (replies, the best first: every two of them are a pair)
     thumbs           those of demonstrations + label (true or false); or those of preferences, both replies judged
     prompts          prompt | instruction (+ input) | question, other columns kept; or lines of text
 
@@ -14,6 +15,7 @@ A text field may hold a string, one message or a list of messages (role/content 
 field. Every row is kept as it is, repaired and counted, dropped and counted, or refused with its place.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -31,6 +33,7 @@ Record = TypeVar("Record")
 Paths = str | Path | Sequence[str | Path]
 """One file or several."""
 
+RANKING = "ranking"
 DEMONSTRATION_SHAPES: tuple[Shape, ...] = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -42,6 +45,7 @@ PREFERENCE_SHAPES: tuple[Shape, ...] = (
     ("conversations", "chosen", "rejected"),
     ("chosen", "rejected"),
     ("instruction", "output_1", "output_2", "preference"),
+    ("prompt", RANKING),
 )
 THUMB_SHAPES: tuple[Shape, ...] = tuple((*shape, "label") for shape in DEMONSTRATION_SHAPES)
 PROMPT_SHAPES: tuple[Shape, ...] = (("prompt",), ("instruction",), ("question",))
@@ -96,7 +100,9 @@ def read_preferences(
     Raises:
         DataError: as for `read_demonstrations`.
     """
-    shapes = tuple((*shape, "margin") for shape in PREFERENCE_SHAPES) if margin else PREFERENCE_SHAPES
+    shapes = PREFERENCE_SHAPES
+    if margin:  # a ranking has none
+        shapes = tuple((*shape, "margin") for shape in shapes if RANKING not in shape)
     return _read(path, columns, shapes, "preference pair", _preference)
 
 
@@ -144,7 +150,7 @@ def read_prompts(
     if first_words is not None and first_words < 1:
         raise DataError(f"first_words is {first_words}.", remedy="Give 1 or more, or leave it out.")
 
-    def convert(view: View) -> Prompt:
+    def convert(view: View) -> list[Prompt]:
         prompt = _prompt(view, view.prompt_turns())
         messages = prompt.messages
         if first_words is not None:
@@ -152,7 +158,7 @@ def read_prompts(
             if len(words) < first_words:
                 raise _Drop(f"fewer than {first_words} words")
             messages = (*messages[:-1], {**messages[-1], "content": " ".join(words[:first_words])})
-        return replace(prompt, messages=messages)
+        return [replace(prompt, messages=messages)]
 
     return _read(path, columns, PROMPT_SHAPES, "prompt", convert)
 
@@ -161,10 +167,10 @@ class _Drop(Exception):
     """The row is well formed but of no use; the message is the reason that is counted."""
 
 
-def _demonstration(view: View) -> Demonstration:
+def _demonstration(view: View) -> list[Demonstration]:
     if view.row.cells.get("label") is False:  # a file of thumbs, and this one points down
         raise _Drop("label is false")
-    return _answer(view)
+    return [_answer(view)]
 
 
 def _answer(view: View) -> Demonstration:
@@ -177,17 +183,19 @@ def _answer(view: View) -> Demonstration:
     return Demonstration(_prompt(view, view.prompt_turns(), reply), reply)
 
 
-def _thumb(view: View) -> Thumb | PreferencePair:
+def _thumb(view: View) -> list[Thumb] | list[PreferencePair]:
     if "label" not in view.shape:
         return _preference(view)
     label, answer = view.fields["label"], _answer(view)
     up = {"true": True, "1": True, "false": False, "0": False}.get(str(label).strip().lower().removesuffix(".0"))
     if up is None:
         raise view.refuse(f"label is {label!r}.", "Write true or false (or 1 or 0).")
-    return Thumb(answer.prompt, answer.response, up)
+    return [Thumb(answer.prompt, answer.response, up)]
 
 
-def _preference(view: View) -> PreferencePair:
+def _preference(view: View) -> list[PreferencePair]:
+    if RANKING in view.shape:
+        return _ranking(view)
     if "preference" in view.shape:
         order = ("output_1", "output_2") if _preferred(view) == 1 else ("output_2", "output_1")
         turns, (chosen, rejected) = view.prompt_turns(), (view.reply(name) for name in order)
@@ -196,7 +204,20 @@ def _preference(view: View) -> PreferencePair:
     prompt = _prompt(view, turns, chosen, rejected)
     if chosen.strip() == rejected.strip():
         raise _Drop("identical pair")
-    return PreferencePair(prompt, chosen, rejected, _margin(view) if "margin" in view.shape else 0.0)
+    return [PreferencePair(prompt, chosen, rejected, _margin(view) if "margin" in view.shape else 0.0)]
+
+
+def _ranking(view: View) -> list[PreferencePair]:
+    """Every two replies of the list, the better one first; two that are alike are no pair."""
+    listed = view.replies(RANKING)
+    replies = [reply for reply in listed if reply.strip()]
+    if len(replies) < len(listed):
+        view.repairs.append("empty reply of a ranking left out")
+    prompt = _prompt(view, view.prompt_turns(), *replies)
+    pairs = [PreferencePair(prompt, a, b) for a, b in itertools.combinations(replies, 2) if a.strip() != b.strip()]
+    if not pairs:
+        raise _Drop("ranking of fewer than two different replies")
+    return pairs
 
 
 def _preferred(view: View) -> int:
@@ -283,7 +304,7 @@ def _read(
     columns: Mapping[str, str] | None,
     shapes: tuple[Shape, ...],
     kind: str,
-    convert: Callable[[View], Record],
+    convert: Callable[[View], Sequence[Record]],
 ) -> ReadResult[Record]:
     known = [*dict.fromkeys(name for shape in shapes for name in shape), OPTIONAL]
     for name in columns or {}:
@@ -299,7 +320,7 @@ def _read(
     for row in rows:
         try:
             view = view_row(row, columns or {}, shapes, kind)
-            records.append(convert(view))
+            records += convert(view)
             repaired.update(set(row.repairs + view.repairs))
         except _Drop as reason:
             dropped[str(reason)] += 1
@@ -308,5 +329,5 @@ def _read(
         where = ", ".join(dict.fromkeys(row.path for row in rows))
         remedy = f"Check that this is a file of {kind}s."
         raise DataError(f"No row of {len(rows)} can be used: {reasons}.", where=where, remedy=remedy)
-    counts = Counts(read=len(rows), kept=len(records), dropped=dict(dropped), repaired=dict(repaired))
+    counts = Counts(read=len(rows), kept=len(rows) - dropped.total(), dropped=dict(dropped), repaired=dict(repaired))
     return ReadResult(records, counts, sha256)

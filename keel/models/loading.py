@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn.functional import linear
 from transformers import (
@@ -75,9 +76,12 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     """
     check_place(path)
     try:
+        _check_sizes(path)
         loaded = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
         )
+    except ModelError:
+        raise
     except Exception as error:  # as above
         raise ModelError(
             f"the model cannot be loaded: {_first_line(error)}",
@@ -96,6 +100,26 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     model.to(device).eval()
     _check_unembedding(model, path)
     return model
+
+
+def _check_sizes(path: str | Path) -> None:
+    """Raises ModelError where a weight in the folder has not the shape that config.json makes. transformers would first
+    allocate the model as configured, and a config without sizes is one of 7 billion weights."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:  # a Hub id, or no weights at all
+        return
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path))).state_dict()
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            for name in sorted(expected.keys() & set(weights.keys())):
+                shape, found = list(expected[name].shape), weights.get_slice(name).get_shape()
+                if shape != found:
+                    raise ModelError(
+                        f"config.json makes {name} {shape}, and the file holds {found}",
+                        where=str(file),
+                        remedy="config.json and weights must be of one model; look for sizes missing in config.json",
+                    )
 
 
 def unembedding(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:

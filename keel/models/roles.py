@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keel.algo.logprobs import exact_kl, token_logprobs
 from keel.data.encode import micro_batches, pad_sequences
+from keel.models.decoder import covers, packed_hidden
 from keel.models.heads import ScalarHead
 from keel.models.loading import unembedding
 from keel.models.side_by_side import side_by_side
@@ -65,8 +66,15 @@ class Roles(Protocol):
 
 def response_hidden(model: PreTrainedModel, ids_BS: Tensor, response_mask_BS: Tensor) -> Tensor:
     """Hidden states that predict the response tokens, row by row: [N, H], N the number of response tokens."""
-    hidden_BSH = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
-    return hidden_BSH[:, :-1][response_mask_BS[:, 1:]]
+    return hidden_at(model, ids_BS, response_mask_BS.roll(-1, 1))
+
+
+def hidden_at(model: PreTrainedModel, ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+    """Last hidden states of the tokens that are asked for, row by row: [N, H]. Only what they need is computed, where
+    the architecture lets it."""
+    if covers(model):
+        return packed_hidden(model, ids_BS, wanted_BS)
+    return model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state[wanted_BS]
 
 
 def micro_logprobs(
@@ -111,9 +119,8 @@ def micro_values(roles: Roles, ids_BS: Tensor, response_mask_BS: Tensor) -> Tens
 
 def micro_scores(roles: Roles, ids_BS: Tensor, lengths_B: Tensor, role: Role = "reward") -> Tensor:
     """The head's output at the last real token of each row: [B], float32."""
-    hidden_BSH = roles.model(role).base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
-    rows = torch.arange(len(lengths_B), device=hidden_BSH.device)
-    return roles.head(role)(hidden_BSH[rows, lengths_B.to(hidden_BSH.device) - 1])
+    last_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device) == lengths_B.to(ids_BS.device)[:, None] - 1
+    return roles.head(role)(hidden_at(roles.model(role), ids_BS, last_BS))
 
 
 def micro_group_scores(
@@ -177,15 +184,18 @@ def values_BT(
     """The critic's values before each response token [B, T], 0 outside, and after the last one [B] (for bootstrap)."""
     width = max(len(s.response_ids) for s in sequences)
     values, last = torch.zeros(len(sequences), width), torch.zeros(len(sequences))
-    model, head = roles.model("critic").base_model, roles.head("critic")
+    model, head = roles.model("critic"), roles.head("critic")
 
     def work(rows: list[int]) -> tuple[Tensor, Tensor]:
         some = [sequences[i] for i in rows]
         ids_BS, mask_BS, lengths_B = pad_sequences(some, pad_id)
-        values_BS = head(model(input_ids=ids_BS.to(roles.device), use_cache=False).last_hidden_state).cpu()
+        last_BS = torch.arange(ids_BS.shape[1]) == lengths_B[:, None] - 1
+        wanted_BS = mask_BS.roll(-1, 1) | last_BS
+        values_N = head(hidden_at(model, ids_BS.to(roles.device), wanted_BS.to(roles.device))).cpu()
+        last_N = last_BS[wanted_BS]
         block = torch.zeros(len(rows), width)
-        block[_response_places(some, width)] = values_BS[:, :-1][mask_BS[:, 1:]]
-        return block, values_BS[torch.arange(len(rows)), lengths_B - 1]
+        block[_response_places(some, width)] = values_N[~last_N]
+        return block, values_N[last_N]
 
     for rows, out in _each_part(roles, "critic", sequences, micro_tokens, work):
         values[rows], last[rows] = out

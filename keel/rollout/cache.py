@@ -33,9 +33,17 @@ class GrowingLayer(DynamicLayer):
         return self.length
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the given rows."""
-        self.key_buffer, self.value_buffer = self.key_buffer[indices], self.value_buffer[indices]
+        """Keeps the given rows, each as often as it is given."""
+        self.key_buffer, self.value_buffer = (
+            self._rows(self.key_buffer, indices),
+            self._rows(self.value_buffer, indices),
+        )
         self.keys, self.values = self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
+
+    def _rows(self, buffer: Tensor, indices: Tensor) -> Tensor:
+        kept = buffer.new_empty(len(indices), *buffer.shape[1:])
+        kept[:, :, : self.length] = buffer[indices, :, : self.length]
+        return kept
 
 
 def growing_cache(config: PretrainedConfig, limit: int) -> DynamicCache:
@@ -49,6 +57,6 @@ def growing_cache(config: PretrainedConfig, limit: int) -> DynamicCache:
 
 
 def select_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Keeps the given rows of every layer."""
+    """Keeps the given rows of every layer, each as often as it is given."""
     for layer in cache.layers:
         layer.batch_select_indices(rows)  # type: ignore[attr-defined]

@@ -13,7 +13,9 @@ from keel.models.loading import unembedding
 from keel.models.roles import Role, Roles
 from keel.models.side_by_side import side_by_side
 from keel.rollout.cache import growing_cache, select_rows
+from keel.rollout.choose import choose
 from keel.rollout.engine import Sampling
+from keel.rollout.llama import LlamaStep, supports
 from keel.rollout.noise import sample_keys, uniforms
 from keel.types import Finish, Prompt, Rollouts
 
@@ -47,7 +49,7 @@ class LocalEngine:
         stopped_B = torch.zeros(len(prompts), dtype=torch.bool)
         model = self.roles.model(self.role)
         workers = self.roles.workers(self.role)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompt_ids[i]), prompt_ids[i]))  # equal ones adjacent
         size = max(1, min(sampling.rows, -(-len(order) // workers)))
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         done = 0
@@ -83,25 +85,32 @@ class LocalEngine:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         device = self.roles.device
         rows, most, width = len(prompt_ids), sampling.max_tokens, max(map(len, prompt_ids))
+        distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompt_ids))}
+        of_B = torch.tensor([distinct[prompt] for prompt in prompt_ids], device=device)
         ids_BT = torch.zeros(rows, most, dtype=torch.long)
         logprobs_BT, lengths_B = torch.zeros(rows, most), torch.full((rows,), most)
         stopped_B = torch.zeros(rows, dtype=torch.bool)
         eos = torch.tensor(self.encoder.eos_ids)
-        ids_BS, seen_BS = _left_padded(prompt_ids, width, width + most, self.encoder.pad_id)
+        ids_BS, seen_BS = _left_padded(list(distinct), width, width + most, self.encoder.pad_id)
         ids_BS, seen_BS = ids_BS.to(device), seen_BS.to(device)
         places_BS = (seen_BS[:, :width].long().cumsum(1) - 1).clamp_min(0)
         cache = growing_cache(model.config, width + most)
         running = torch.arange(rows)
         weight_VH, bias_V = unembedding(model)
+        step = LlamaStep(model) if supports(model, cache) else None
+        padded = min(map(len, distinct)) < width
         for t in range(most):
-            hidden = model.base_model(
-                input_ids=ids_BS,
-                attention_mask=seen_BS[:, : width + t],
-                position_ids=places_BS,
-                cache=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-            tokens, logprobs = _choose(
+            seen = seen_BS[:, : width + t]
+            if t and step:
+                hidden = step(ids_BS[:, 0], places_BS[:, 0], seen if padded else None, cache)
+            else:
+                hidden = model.base_model(
+                    input_ids=ids_BS, attention_mask=seen, position_ids=places_BS, cache=cache, use_cache=True
+                ).last_hidden_state[:, -1]
+            if t == 0 and len(distinct) < rows:  # each prompt went through the model once
+                hidden, seen_BS, places_BS = hidden[of_B], seen_BS[of_B], places_BS[of_B]
+                select_rows(cache, of_B)
+            tokens, logprobs = choose(
                 linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
             )
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
@@ -130,21 +139,3 @@ def _left_padded(prompt_ids: list[tuple[int, ...]], width: int, total: int, pad_
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         seen[row, : width - len(prompt)] = False
     return ids, seen
-
-
-def _choose(logits_BV: Tensor, temperature: float, noise_B: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draws by inverting the cumulative distribution at one uniform number a row; returns tokens and log-probabilities.
-
-    The sums run in float64, so that rare tokens at the end of a large vocabulary keep their share.
-    """
-    if temperature == 0:
-        logprobs_BV = torch.log_softmax(logits_BV.float(), -1)
-        tokens_B = logprobs_BV.argmax(-1)
-    else:
-        logprobs_BV = torch.log_softmax(logits_BV.float() / temperature, -1)
-        cumulative_BV = logprobs_BV.exp().double().cumsum(-1)
-        target_B1 = torch.from_numpy(noise_B).to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
-        tokens_B = (
-            torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1).clamp_max(logits_BV.shape[-1] - 1)
-        )
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)

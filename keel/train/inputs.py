@@ -17,15 +17,15 @@ from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 Preference = TypeVar("Preference", PreferencePair, Thumb)
 
 
-def split_rows(count: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on and to keep back, by seed. Raises DataError where nothing would be left to train on."""
+def split_rows(count: int, held_out: int, seed: int, most: int | None = None) -> tuple[list[int], list[int]]:
+    """Row numbers to train on (at most `most`) and to keep back, by seed. Raises DataError where nothing would be left to train on."""
     if held_out >= count:
         raise DataError(
             f"{held_out} rows are to be held out, but there are only {count}",
             remedy="give more data, or lower held_out (eval.prompts for prompts)",
         )
     order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, count]))).permutation(count).tolist()
-    return sorted(order[held_out:]), sorted(order[:held_out])
+    return sorted(order[held_out:][:most]), sorted(order[:held_out])
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> Non
     counts = read.counts
     reasons = [f"{count} dropped: {reason}" for reason, count in counts["dropped"].items()]
     reasons += [f"{count} repaired: {reason}" for reason, count in counts["repaired"].items()]
-    console.line(f"  {stage:<10} {counts['kept']} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons))
+    console.line(
+        f"  {stage:<10} {len(read.records)} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons)
+    )
 
 
 def split_prompts(

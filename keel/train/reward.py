@@ -34,10 +34,15 @@ class Comparisons:
         cls, pairs: Sequence[tuple[TokenSequence, TokenSequence]], margins: Sequence[float] | None = None
     ) -> "Comparisons":
         """From (preferred, other) sequences of one prompt; a response in several pairs is held once."""
-        assert len({s.prompt_ids for pair in pairs for s in pair}) == 1, "pairs of several prompts"
-        places: dict[TokenSequence, int] = {}
-        found = tuple((places.setdefault(a, len(places)), places.setdefault(b, len(places))) for a, b in pairs)
-        return cls(tuple(places), found, (0.0,) * len(found) if margins is None else tuple(margins))
+        prompt_ids = pairs[0][0].prompt_ids
+        assert all(s.prompt_ids == prompt_ids for pair in pairs for s in pair), "pairs of several prompts"
+        places: dict[tuple[int, ...], int] = {}
+        found = tuple(
+            (places.setdefault(a.response_ids, len(places)), places.setdefault(b.response_ids, len(places)))
+            for a, b in pairs
+        )
+        sequences = tuple(TokenSequence(prompt_ids, response_ids) for response_ids in places)
+        return cls(sequences, found, (0.0,) * len(found) if margins is None else tuple(margins))
 
     @property
     def longest(self) -> int:

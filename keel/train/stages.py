@@ -49,9 +49,10 @@ def sft_stage(
     recipe, sft = run.recipe, run.recipe.sft
     assert sft and sft.learning_rate
     encoder = load_encoder(start, recipe.model)
-    train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed)
-    sequences = [encoder.sequence(d.prompt, d.response) for d in read.records]
-    train, held = [sequences[i] for i in train_rows], [sequences[i] for i in held_rows]
+    train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed, sft.max_rows)
+    used = [read.records[i] for i in (*train_rows, *held_rows)]
+    sequences = [encoder.sequence(d.prompt, d.response) for d in used]
+    train, held = sequences[: len(train_rows)], sequences[len(train_rows) :]
     model = load_causal_lm(start, recipe.model.dtype, run.device)
     roles: Roles = (
         SeparateRoles({"policy": model}, {}, ["policy"])
@@ -74,7 +75,7 @@ def sft_stage(
     save_tokenizer(encoder, stage.model)
     lengths = [len(s.response_ids) for s in sequences]
     if recipe.sandbox:
-        lengths = _good_half(lengths, read.records, data)
+        lengths = _good_half(lengths, used, data)
     return {
         **numbers,
         "rows": read.counts,
@@ -162,7 +163,10 @@ def accuracy_ceiling(recipe: Recipe, held: Sequence[Sequence[PreferencePair]]) -
     """In the sandbox the best accuracy that any judge could expect on these pairs; nothing elsewhere."""
     if not recipe.sandbox:
         return {}
-    gaps = [p.prompt.columns["gold_chosen"] - p.prompt.columns["gold_rejected"] for pairs in held for p in pairs]
+    gaps: list[float] = []
+    for pairs in held:
+        golds = pairs[0].prompt.columns[world.GOLDS]
+        gaps += [golds[p.chosen] - golds[p.rejected] for p in pairs]
     return {"accuracy_ceiling": sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)}
 
 

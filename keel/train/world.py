@@ -1,6 +1,5 @@
 """The sandbox's part of a run: its files, its base model, and annotators' preferences among the SFT model's samples."""
 
-import itertools
 import json
 import random
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel import sandbox
 from keel.config import PreferenceConfig, Recipe, RewardConfig
+from keel.data.formats import RANKING
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
 from keel.rollout.engine import Engine, Sampling
@@ -29,6 +29,8 @@ DEMONSTRATIONS, PROMPTS, HELD_OUT, PREFERENCES = (
     "preferences.jsonl",
 )
 GOLD = "keel.sandbox.gold:gold"
+GOLDS = "golds"
+"""Column of a ranking: its replies with their gold."""
 PRETRAIN_MICRO_TOKENS = 8192
 PRETRAIN_HELD_OUT = 64
 COLLECT_STEP = 1 << 40
@@ -121,9 +123,9 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenSequence:
 def collect_preferences(
     run: Run, stage: StageFolder, engine: Engine, prompts: list[Prompt], settings: RewardConfig | PreferenceConfig
 ) -> Path:
-    """Samples K replies per prompt from the SFT model, has annotators rank them, and writes every pair of each ranking.
+    """Samples K replies per prompt from the SFT model, has annotators rank them, and writes the rankings.
 
-    Identical replies make no pair. Rows carry the gold of both replies, for measuring the ceiling; training drops it.
+    Rows carry the gold of the replies, for measuring the ceiling; training never sees it.
 
     engine: of the SFT model. The same settings give the same file, whichever stage asks for it.
     """
@@ -145,20 +147,11 @@ def collect_preferences(
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([recipe.seed, COLLECT_STEP])))
     rows: list[dict[str, Any]] = []
     for start in range(0, len(asked), each):
-        order = [
-            start + i for i in sandbox.rank(golds[start : start + each], recipe.sandbox.annotator_temperature, rng)
-        ]
-        rows += [
-            {
-                "prompt": asked[start].text,
-                "chosen": rollouts.texts[a],
-                "rejected": rollouts.texts[b],
-                "gold_chosen": golds[a],
-                "gold_rejected": golds[b],
-            }
-            for a, b in itertools.combinations(order, 2)
-            if rollouts.texts[a] != rollouts.texts[b]
-        ]
+        order = sandbox.rank(golds[start : start + each], recipe.sandbox.annotator_temperature, rng)
+        texts = [rollouts.texts[start + i] for i in order]
+        found = {text: golds[start + i] for text, i in zip(texts, order, strict=True)}
+        row = {"prompt": asked[start].text, RANKING: texts, GOLDS: found}
+        rows += [row] if len(set(texts)) > 1 else []
     write_lines(file, rows)
     return file
 

@@ -178,6 +178,14 @@ def test_the_sandbox_collects_pairs_once():
     assert sentences[0] == "1500 prompts x 4 replies ranked: up to 9000 pairs"
 
 
+def test_the_schedule_says_how_many_demonstrations_are_used():
+    flags = ["--sft.max-rows", "100"]
+    said = dict(recipes.schedule(recipes.load(FOLDER / "quickstart.yaml", flags)))["sft"]
+    assert said == "1 pass(es) over up to 100 demonstrations (64 held out), 32 a step = 4 optimizer steps"
+    said = dict(recipes.schedule(recipes.load(FOLDER / "smollm2-preferences.yaml", flags)))["sft"]
+    assert said == "1 pass(es) over at most 100 demonstrations in the data, less 64 held out, 16 a step"
+
+
 def test_any_setting_is_a_flag():
     recipe = recipes.load(FOLDER / "quickstart.yaml", ["--ppo.policy.clip", "0.1", "--name", "other"])
     assert recipe.ppo and recipe.ppo.policy.clip == 0.1 and recipe.name == "other"

@@ -133,6 +133,33 @@ class TestPreferences:
         path = write([row])
         assert read_preferences(path).records == [PreferencePair(prompt(*turns, source=f"{path}:1"), "good", "bad")]
 
+    @pytest.mark.parametrize("replies", [["a", "b", "a ", "c"], [{"role": "assistant", "content": t} for t in "abac"]])
+    def test_a_ranking_is_every_two_of_its_replies(self, write: Write, replies):
+        path = write([{"prompt": "ask", "ranking": replies, "golds": {"a": 1}}])
+        read = read_preferences(path)
+        pairs = [(record.chosen.strip(), record.rejected.strip()) for record in read.records]
+        assert pairs == [("a", "b"), ("a", "c"), ("b", "a"), ("b", "c"), ("a", "c")]  # the two alike are no pair
+        assert read.records[0].prompt == prompt(U, golds={"a": 1}, source=f"{path}:1")
+        assert read.counts["kept"] == 1  # a row, whatever the number of its pairs
+
+    def test_an_empty_reply_of_a_ranking_is_left_out(self, write: Write):
+        read = read_preferences(write([{"prompt": "ask", "ranking": ["a", " ", "b"]}]))
+        assert [(record.chosen, record.rejected) for record in read.records] == [("a", "b")]
+        assert read.counts["repaired"] == {"empty reply of a ranking left out": 1}
+
+    @pytest.mark.parametrize("value", ["a", [], ["a", 1], [{"role": "user", "content": "a"}], {"a": 1}])
+    def test_a_ranking_that_is_none(self, write: Write, value):
+        path = write([{"prompt": "ask", "ranking": value}])
+        with pytest.raises(DataError) as caught:
+            read_preferences(path)
+        assert caught.value.where == f"{path}:1" and caught.value.remedy
+
+    @pytest.mark.parametrize("value", [["a"], ["a", "a\n"], ["a", " "], [" "]])
+    def test_a_ranking_that_says_nothing_is_dropped(self, write: Write, value):
+        rows = [{"prompt": "ask", "ranking": value}, {"prompt": "ask", "ranking": ["good", "bad"]}]
+        read = read_preferences(write(rows))
+        assert len(read.records) == 1 and sum(read.counts["dropped"].values()) == 1
+
     @pytest.mark.parametrize(
         ("value", "chosen"), [(1, "x"), (1.0, "x"), ("1", "x"), ("1.0", "x"), (2, "y"), (2.0, "y"), (" 2.0 ", "y")]
     )

@@ -37,13 +37,16 @@ def place(tmp_path, tiny_model, monkeypatch) -> Path:
     Path("broken.jsonl").write_text("not json\n")
     Path("no-model").mkdir()
     shutil.copytree(tiny_model, "no-eos")
-    for broken in ("nan-model", "cut-model", "list-model"):
+    for broken in ("nan-model", "cut-model", "list-model", "other-sizes"):
         shutil.copytree(tiny_model, broken)
     weights = load_file("nan-model/model.safetensors")
     weights["model.embed_tokens.weight"][0, 0] = float("nan")
     save_file(weights, "nan-model/model.safetensors", metadata={"format": "pt"})
     Path("cut-model/model.safetensors").write_bytes(Path("cut-model/model.safetensors").read_bytes()[:1000])
     Path("list-model/config.json").write_text("[]")
+    config = json.loads(Path("other-sizes/config.json").read_text())
+    del config["intermediate_size"]
+    Path("other-sizes/config.json").write_text(json.dumps(config))
     settings = json.loads(Path("no-eos/tokenizer_config.json").read_text())
     del settings["eos_token"]
     Path("no-eos/tokenizer_config.json").write_text(json.dumps(settings))
@@ -79,6 +82,7 @@ def run(model: str = "model", data: str = "rows.jsonl", **ppo: object) -> int:
         ({"reward": "builtins:max"}, ["does not say which arguments it takes", "builtins:max", "wrap it"]),
         ({"model": "nan-model"}, ["not finite", "nan-model", "weights"]),
         ({"model": "cut-model"}, ["the model cannot be loaded", "cut-model", "remedy"]),
+        ({"model": "other-sizes"}, ["config.json makes", "other-sizes", "look for sizes missing"]),
         ({"model": "list-model"}, ["cannot be loaded", "list-model", "remedy"]),
         ({"model": "x" * 5000}, ["remedy"]),
         ({"data": "x" * 5000}, ["cannot be read", "remedy"]),

@@ -77,6 +77,26 @@ def test_finish_reason_and_end_token(tiny_model, eos):
         assert finish == "stop" or len(ids) == 24
 
 
+@pytest.mark.parametrize("rows", [12, 5])
+def test_a_prompt_of_several_samples_goes_through_the_model_once(tiny_model, rows, monkeypatch):
+    """Samples of one prompt need not stand beside each other; what they draw does not change."""
+    sampler, asked = engine("separate", tiny_model), prompts(4) * 3
+    alone = sampler.generate(asked, Sampling(1.0, 24, rows=1), seed=3, step=4)
+    model = sampler.roles.model("policy").base_model
+    prefilled, forward = [], model.forward
+
+    def counted(input_ids, **kwargs):
+        if input_ids.shape[1] > 1:
+            prefilled.append(len(input_ids))
+        return forward(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counted)
+    shared = sampler.generate(asked, Sampling(1.0, 24, rows=rows), seed=3, step=4)
+    assert prefilled == {12: [4], 5: [2, 3, 1]}[rows]
+    assert shared.texts == alone.texts and shared.finish == alone.finish
+    torch.testing.assert_close(shared.sampler_logprobs_BT, alone.sampler_logprobs_BT, atol=1e-5, rtol=1e-5)
+
+
 def test_frequencies_are_the_models_distribution(tiny_model):
     sampler = engine("separate", tiny_model, most=1)
     rollouts = sampler.generate(prompts(1) * 6000, Sampling(1.0, 1, rows=6000), seed=0, step=0)

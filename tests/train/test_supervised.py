@@ -7,6 +7,7 @@ from torch.nn.functional import logsigmoid
 from keel.data.encode import pad_sequences
 from keel.errors import NumberError
 from keel.models.roles import scores_B
+from keel.train.inputs import split_rows
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
@@ -118,3 +119,11 @@ def test_the_reward_model_learns_its_pairs_and_is_normalised(kind, tiny_model):
     after = scores_B(roles, samples, 0, 4000)
     assert abs(after.mean()) < 1e-4 and abs(after.std(correction=0) - 1) < 1e-4
     assert accuracy(roles, groups, 0, 4000)[0] > 0.95
+
+
+def test_at_most_so_many_rows_are_trained_on_and_the_same_ones_are_held_out():
+    train, held = split_rows(20, 5, seed=3)
+    some, held_again = split_rows(20, 5, seed=3, most=4)
+    assert held == held_again and len(some) == 4 and set(some) < set(train)
+    assert not set(train) & set(held) and sorted(train + held) == list(range(20))
+    assert split_rows(20, 5, seed=3, most=100) == (train, held)

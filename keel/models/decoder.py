@@ -1,0 +1,365 @@
+"""A training pass through the decoder of a Llama-like model on a CPU, without what training does not ask for.
+
+The formulas are those of transformers' own modules, whose weights are read where they lie; so is the order of tokens.
+Less is done than there in four ways (docs/decisions.md has the figures):
+
+    no padding       norms, products and activations work on the real tokens, packed; only attention sees rows.
+    no tail          nothing after the last token that is asked for; the last layer's queries, output and MLP only at
+                     the tokens that are asked for.
+    two nodes        around attention each layer is two autograd functions with written-out backward passes, which keep
+                     inputs and gate, and make the rest again (norms, activations): fewer operations, half the memory.
+    adapters         a LoRA branch is part of its product; a frozen weight gets no gradient and nothing is kept for it.
+
+Other architectures, and any on a GPU (where the stock kernels are better), pass through transformers.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+
+class Places(NamedTuple):
+    """Where the tokens of a micro-batch stand: N packed tokens, row by row, of B rows of up to S tokens.
+
+    column_N: place in its row. flat_N: place in the padded [B * S]; None where nothing is padded. wanted_M: packed
+    numbers of the tokens that are asked for; None for all. query_M: their places in a padded [B * Q] of the wanted
+    alone; seen_BQS: which tokens each of those may attend to.
+    """
+
+    rows: int
+    width: int
+    queries: int
+    column_N: Tensor
+    flat_N: Tensor | None
+    wanted_M: Tensor | None
+    query_M: Tensor | None
+    seen_BQS: Tensor | None
+
+    @classmethod
+    def of(cls, wanted_BS: Tensor) -> tuple["Places", Tensor]:
+        """From the tokens that are asked for; also which tokens are needed for them, [B, S], to pack others alike."""
+        counts_B = wanted_BS.sum(1)
+        needed_BS = wanted_BS.flip(1).cumsum(1).flip(1) > 0
+        wanted_BS, needed_BS = wanted_BS[counts_B > 0], needed_BS[counts_B > 0]
+        counts_B, lengths_B = counts_B[counts_B > 0], needed_BS.sum(1)
+        width = int(lengths_B.max())
+        needed_BS, wanted_BS = needed_BS[:, :width], wanted_BS[:, :width]
+        row_N, column_N = needed_BS.nonzero(as_tuple=True)
+        rows, full = len(counts_B), len(row_N) == needed_BS.numel()
+        flat_N = None if full else row_N * width + column_N
+        chosen_N = wanted_BS[row_N, column_N]
+        if bool(chosen_N.all()):
+            return cls(rows, width, width, column_N, flat_N, None, flat_N, None), needed_BS
+        wanted_M = chosen_N.nonzero().squeeze(1)
+        queries = int(counts_B.max())
+        within_M = torch.arange(len(wanted_M)) - (counts_B.cumsum(0) - counts_B).repeat_interleave(counts_B)
+        query_M = row_N[wanted_M] * queries + within_M
+        last_BQ = torch.zeros(rows * queries, dtype=torch.long)
+        last_BQ[query_M] = column_N[wanted_M]
+        seen_BQS = torch.arange(width) <= last_BQ.view(rows, queries, 1)
+        return cls(rows, width, queries, column_N, flat_N, wanted_M, query_M, seen_BQS), needed_BS
+
+
+class Product(NamedTuple):
+    """A linear map with the LoRA adapter that is in force: x W^T + bias + scale (x A^T) B^T."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "Product":
+        """What a linear layer, adapted by peft or plain, computes at this moment."""
+        a, b, scale = None, None, 0.0
+        if isinstance(layer, BaseTunerLayer):
+            plain: Any = layer.get_base_layer()
+            if not layer.disable_adapters:
+                (name,) = layer.active_adapters
+                adapter: Any = layer
+                a, b, scale = adapter.lora_A[name].weight, adapter.lora_B[name].weight, adapter.scaling[name]
+        else:
+            plain = layer
+        return cls(plain.weight, plain.bias, a, b, scale)
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """[N, in] -> [N, out], in the dtype of x."""
+        bias = None if self.bias is None else self.bias.to(x_NI.dtype)
+        y_NO = F.linear(x_NI, self.weight.to(x_NI.dtype), bias)
+        if self.a is not None and self.b is not None:
+            inner_NR = x_NI.to(self.a.dtype) @ self.a.T
+            if y_NO.dtype == self.b.dtype:
+                return y_NO.addmm_(inner_NR, self.b.T, alpha=self.scale)
+            y_NO += self.scale * (inner_NR @ self.b.T)
+        return y_NO
+
+    def back(
+        self, grad_NO: Tensor, x_NI: Tensor, needs: tuple[bool, ...], sum_NI: Tensor | None, to_input: bool = True
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of x, added to `sum_NI` where that is given, and of weight, bias, a and b where they are needed."""
+        grads: list[Tensor | None] = [None] * 4
+        if needs[0]:
+            grads[0] = grad_NO.T @ x_NI
+        if needs[1]:
+            grads[1] = grad_NO.sum(0)
+        if to_input:
+            weight = self.weight.to(grad_NO.dtype)
+            sum_NI = grad_NO @ weight if sum_NI is None else sum_NI.addmm_(grad_NO, weight)
+        if self.a is not None and self.b is not None:
+            wide_NO = grad_NO.to(self.b.dtype)
+            inner_NR = (wide_NO @ self.b).mul_(self.scale)
+            x_NI = x_NI.to(self.a.dtype)
+            if needs[2]:
+                grads[2] = inner_NR.T @ x_NI
+            if needs[3]:
+                grads[3] = (wide_NO.T @ (x_NI @ self.a.T)).mul_(self.scale)
+            if sum_NI is not None and sum_NI.dtype == self.a.dtype:
+                sum_NI.addmm_(inner_NR, self.a)
+            elif sum_NI is not None:
+                sum_NI += inner_NR @ self.a
+        return sum_NI, grads
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd must know of."""
+        return self.weight, self.bias, self.a, self.b
+
+
+def _products(tensors: tuple[Any, ...], scales: tuple[float, ...]) -> list[Product]:
+    return [Product(*tensors[4 * i : 4 * i + 4], scale) for i, scale in enumerate(scales)]
+
+
+def _norm(x_NH: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x), 1 / rms(x)) in float32: [N, H], [N, 1]."""
+    x_NH = x_NH.float()
+    inverse_N1 = torch.linalg.vector_norm(x_NH, dim=1, keepdim=True).square_().div_(x_NH.shape[1]).add_(eps).rsqrt_()
+    return x_NH * inverse_N1, inverse_N1
+
+
+def _norm_back(
+    grad_NH: Tensor, unit_NH: Tensor, inverse_N1: Tensor, weight_H: Tensor, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weight from that of `unit * weight`; unit is spoilt."""
+    grad_NH = grad_NH.float()
+    grad_weight_H = (grad_NH * unit_NH).sum(0) if needs_weight else None
+    grad_NH = grad_NH * weight_H
+    along_N1 = (grad_NH * unit_NH).mean(1, keepdim=True)
+    return grad_NH.sub_(unit_NH.mul_(along_N1)).mul_(inverse_N1), grad_weight_H
+
+
+def _turn(x_NO: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+    """Rotary positions: every head's halves (x, y) become (x cos - y sin, y cos + x sin); D is half a head."""
+    x_N2 = x_NO.view(len(x_NO), -1, 2, cos_ND.shape[1])
+    cos, sin = cos_ND[:, None], sin_ND[:, None]
+    first, second = x_N2[:, :, 0], x_N2[:, :, 1]
+    out = torch.empty_like(x_N2)
+    torch.mul(first, cos, out=out[:, :, 0]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[:, :, 1]).addcmul_(first, sin)
+    return out.view(x_NO.shape)
+
+
+class _Queries(torch.autograd.Function):
+    """Norm, the products to queries, keys and values, and rotary positions; queries of the wanted tokens alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NH: Tensor,
+        norm_H: Tensor,
+        cos_ND: Tensor,
+        sin_ND: Tensor,
+        wanted_M: Tensor | None,
+        eps: float,
+        scales: tuple[float, ...],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[M, heads * width], and keys and values [N, heads of keys * width]."""
+        query, key, value = _products(tensors, scales)
+        unit_NH, _ = _norm(x_NH, eps)
+        n_NH = unit_NH.mul_(norm_H).to(x_NH.dtype)
+        n_MH = n_NH if wanted_M is None else n_NH[wanted_M]
+        at = (cos_ND, sin_ND) if wanted_M is None else (cos_ND[wanted_M], sin_ND[wanted_M])
+        ctx.save_for_backward(x_NH, norm_H, cos_ND, sin_ND, wanted_M, *tensors)
+        ctx.eps, ctx.scales = eps, scales
+        return _turn(query(n_MH), *at), _turn(key(n_NH), cos_ND, sin_ND), value(n_NH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the input and every weight that needs it."""
+        x_NH, norm_H, cos_ND, sin_ND, wanted_M, *tensors = ctx.saved_tensors
+        query, key, value = _products(tuple(tensors), ctx.scales)
+        unit_NH, inverse_N1 = _norm(x_NH, ctx.eps)
+        n_NH = (unit_NH * norm_H).to(x_NH.dtype)
+        further = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        needs = ctx.needs_input_grad[7:]
+        grad_NH, of_key = key.back(_turn(grads[1], cos_ND, -sin_ND), n_NH, needs[4:8], None, further)
+        grad_NH, of_value = value.back(grads[2], n_NH, needs[8:12], grad_NH, further)
+        if wanted_M is None:
+            grad_NH, of_query = query.back(_turn(grads[0], cos_ND, -sin_ND), n_NH, needs[:4], grad_NH, further)
+        else:
+            grad_MO = _turn(grads[0], cos_ND[wanted_M], -sin_ND[wanted_M])
+            grad_MH, of_query = query.back(grad_MO, n_NH[wanted_M], needs[:4], None, further)
+            if grad_NH is not None and grad_MH is not None:
+                grad_NH.index_add_(0, wanted_M, grad_MH)
+        grad_norm_H = None
+        if grad_NH is not None:
+            grad_NH, grad_norm_H = _norm_back(grad_NH, unit_NH, inverse_N1, norm_H, ctx.needs_input_grad[1])
+            grad_NH = grad_NH.to(x_NH.dtype)
+        return grad_NH, grad_norm_H, *(None,) * 5, *of_query, *of_key, *of_value
+
+
+class _Rest(torch.autograd.Function):
+    """A layer after its attention: output product, residual, norm, gated MLP, residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NH: Tensor,
+        attended_NO: Tensor,
+        norm_H: Tensor,
+        eps: float,
+        scales: tuple[float, ...],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        """[N, H] and what attention gave, to the layer's output [N, H]."""
+        output, gate, up, down = _products(tensors, scales)
+        middle_NH = output(attended_NO).add_(x_NH)
+        n_NH = _norm(middle_NH, eps)[0].mul_(norm_H).to(x_NH.dtype)
+        gate_NI, up_NI = gate(n_NH), up(n_NH)
+        out_NH = down(F.silu(gate_NI).mul_(up_NI)).add_(middle_NH)
+        ctx.save_for_backward(attended_NO, middle_NH, gate_NI, up_NI, norm_H, *tensors)
+        ctx.eps, ctx.scales = eps, scales
+        return out_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of both inputs and every weight that needs it."""
+        attended_NO, middle_NH, gate_NI, up_NI, norm_H, *tensors = ctx.saved_tensors
+        output, gate, up, down = _products(tuple(tensors), ctx.scales)
+        needs = ctx.needs_input_grad[5:]
+        (grad_NH,) = grads
+        active_NI = F.silu(gate_NI)
+        grad_NI, of_down = down.back(grad_NH, active_NI * up_NI, needs[12:16], None)
+        assert grad_NI is not None
+        unit_NH, inverse_N1 = _norm(middle_NH, ctx.eps)
+        n_NH = (unit_NH * norm_H).to(grad_NH.dtype)
+        grad_n_NH, of_up = up.back(active_NI.mul_(grad_NI), n_NH, needs[8:12], None)
+        slope_NI = torch.ops.aten.silu_backward(grad_NI.mul_(up_NI), gate_NI)
+        grad_n_NH, of_gate = gate.back(slope_NI, n_NH, needs[4:8], grad_n_NH)
+        assert grad_n_NH is not None
+        grad_middle_NH, grad_norm_H = _norm_back(grad_n_NH, unit_NH, inverse_N1, norm_H, ctx.needs_input_grad[2])
+        grad_middle_NH = grad_middle_NH.to(grad_NH.dtype).add_(grad_NH)
+        grad_NO, of_output = output.back(grad_middle_NH, attended_NO, needs[:4], None, ctx.needs_input_grad[1])
+        return grad_middle_NH, grad_NO, grad_norm_H, None, None, *of_output, *of_gate, *of_up, *of_down
+
+
+class _LastNorm(torch.autograd.Function):
+    """The norm after the last layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, norm_H: Tensor, eps: float) -> Tensor:
+        """[N, H] -> [N, H]."""
+        ctx.save_for_backward(x_NH, norm_H)
+        ctx.eps = eps
+        return _norm(x_NH, eps)[0].mul_(norm_H).to(x_NH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the input and the weight."""
+        x_NH, norm_H = ctx.saved_tensors
+        grad_NH, grad_norm_H = _norm_back(grads[0], *_norm(x_NH, ctx.eps), norm_H, ctx.needs_input_grad[1])
+        return grad_NH.to(x_NH.dtype), grad_norm_H, None
+
+
+def _attend(query_MO: Tensor, key_NO: Tensor, value_NO: Tensor, places: Places, last: bool, width: int) -> Tensor:
+    """Causal attention of packed queries to the keys of their row: [M, heads * width]."""
+
+    def rows(x_NO: Tensor, flat_N: Tensor | None, tokens: int) -> Tensor:
+        if flat_N is not None:
+            x_NO = x_NO.new_zeros(places.rows * tokens, x_NO.shape[1]).index_copy(0, flat_N, x_NO)
+        return x_NO.view(places.rows, tokens, -1, width).transpose(1, 2)
+
+    trimmed = last and places.seen_BQS is not None
+    flat_M, queries = (places.query_M, places.queries) if trimmed else (places.flat_N, places.width)
+    key, value = rows(key_NO, places.flat_N, places.width), rows(value_NO, places.flat_N, places.width)
+    query = rows(query_MO, flat_M, queries)
+    seen = places.seen_BQS[:, None] if trimmed and places.seen_BQS is not None else None
+    out = F.scaled_dot_product_attention(
+        query, key, value, seen, is_causal=seen is None, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    out_NO = out.transpose(1, 2).reshape(places.rows * queries, -1)
+    return out_NO if flat_M is None else out_NO[flat_M]
+
+
+def covers(model: PreTrainedModel) -> bool:
+    """Whether `packed_hidden` is the same function as the model's own pass."""
+    body, config = model.base_model, model.config.get_text_config()
+    return (
+        type(body) in (LlamaModel, Qwen2Model)
+        and body.device.type == "cpu"
+        and config.hidden_act == "silu"
+        and not config.attention_dropout
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    )
+
+
+def packed_hidden(model: PreTrainedModel, ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+    """Last hidden states of the tokens that are asked for, row by row: [M, H]. Padding must be on the right.
+
+    Asserts nothing about the model: `covers` says whether this is its function.
+    """
+    body: Any = model.base_model
+    places, needed_BS = Places.of(wanted_BS)
+    some = ids_BS[wanted_BS.any(1), : places.width][needed_BS]
+    x_NH = F.embedding(some, body.embed_tokens.weight)
+    x_NH = x_NH.to(compute_dtype(x_NH.dtype))
+    cos, sin = body.rotary_emb(x_NH, torch.arange(places.width)[None])
+    half = cos.shape[-1] // 2
+    cos_ND, sin_ND = cos[0, places.column_N, :half], sin[0, places.column_N, :half]
+    for number, layer in enumerate(body.layers):
+        last = number == len(body.layers) - 1
+        attention, mlp = layer.self_attn, layer.mlp
+        inner = [Product.of(m) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        outer = [Product.of(m) for m in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        before, after = layer.input_layernorm, layer.post_attention_layernorm
+        wanted_M = places.wanted_M if last else None
+        query, key, value = _Queries.apply(
+            x_NH,
+            before.weight,
+            cos_ND,
+            sin_ND,
+            wanted_M,
+            before.variance_epsilon,
+            tuple(p.scale for p in inner),
+            *(t for p in inner for t in p.tensors),
+        )
+        attended_NO = _attend(query, key, value, places, last, attention.head_dim)
+        x_NH = _Rest.apply(
+            x_NH if wanted_M is None else x_NH[wanted_M],
+            attended_NO,
+            after.weight,
+            after.variance_epsilon,
+            tuple(p.scale for p in outer),
+            *(t for p in outer for t in p.tensors),
+        )
+    return _LastNorm.apply(x_NH, body.norm.weight, body.norm.variance_epsilon).to(body.embed_tokens.weight.dtype)
+
+
+@functools.cache
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of products and of what is between them: float32 for bfloat16 weights where the processor has no matrix unit
+    for bfloat16; there its products take twice the time of float32's, more than the casts of the weights cost."""
+    slow = dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("amx_bf16", False)
+    return torch.float32 if slow else dtype
