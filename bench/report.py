@@ -19,6 +19,7 @@ from typing import Any
 from bench.common import HERE, REPOSITORY, met
 
 MEASUREMENTS = {
+    "sampler": ["bench.sampler"],
     "ppo-tiny": ["bench.ppo", "tiny"],
     "ppo-smollm2-lora": ["bench.ppo", "smollm2-lora"],
     "ppo-smollm2-full": ["bench.ppo", "smollm2-full"],

@@ -1,22 +1,18 @@
 """Sampling responses beside transformers' own `generate`: tokens per second, in one process, in turns.
 
-    python bench/sampler.py                              SmolLM2, bfloat16 and float32 (needs `make smollm2`)
-    python bench/sampler.py --model tiny                 hidden 128, 4 layers, vocabulary 2048, 256 rows
-    python bench/sampler.py --prompts 4 --dtype float32  8 responses to each of 4 prompts
+    python -m bench.sampler                              SmolLM2, bfloat16 and float32 (needs `make smollm2`)
+    python -m bench.sampler --model tiny                 hidden 128, 4 layers, vocabulary 2048, 256 rows
+    python -m bench.sampler --prompts 4 --dtype float32  8 responses to each of 4 prompts
 
-Standard output gets one JSON object a measurement, as bench/classic.py describes them; standard error the progress.
+Standard output gets one JSON object a measurement, as bench/common.py describes them; standard error the progress.
 Both sample at temperature 1 from the whole vocabulary, from the same left-padded prompts of 16 to 32 tokens, and
 neither knows an end token. The fastest of each one's rounds counts, since whatever else runs on a machine only slows.
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,13 +20,14 @@ from typing import Any, cast
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.common import Bounds, line, write
 from keel.models.loading import load_causal_lm, quiet_transformers, unpack_smollm2
 from keel.models.separate import SeparateRoles
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.types import Prompt
 
-BOUNDS = {"smollm2": ("ratio", 2.5, 4.0), "tiny": (None, None, None)}
+BOUNDS = {"smollm2": Bounds("ratio >=", 2.5, 4.0)}
 PAD = 2
 
 
@@ -89,19 +86,10 @@ def _load(name: str, dtype: str) -> Any:
         return load_causal_lm(folder, dtype, torch.device("cpu"))
 
 
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = named[0] if named else model
-    return f"{model}, {os.cpu_count()} cores, {platform.system()}"
-
-
 def main() -> None:
     """Parses the command line and prints the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(BOUNDS), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", "tiny"), default="smollm2")
     parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--rows", type=int, help="responses; 32, with tiny 256")
     parser.add_argument("--prompts", type=int, help="distinct prompts among them; as many as rows")
@@ -111,26 +99,12 @@ def main() -> None:
     quiet_transformers()
     rows = chosen.rows or (256 if chosen.model == "tiny" else 32)
     prompts = chosen.prompts or rows
-    packages = ("keel-rl", "torch", "transformers")
     for dtype in chosen.dtype:
         ours, theirs = measure(_load(chosen.model, dtype), rows, prompts, chosen.tokens, chosen.rounds)
-        headline = dtype == "bfloat16" and prompts == rows
-        of, at_least, goal = BOUNDS[chosen.model] if headline else (None, None, None)
-        line = {
-            "name": f"sampler/{chosen.model}/{dtype}/{prompts}x{rows // prompts}x{chosen.tokens}",
-            "ours": max(ours),
-            "peer": max(theirs),
-            "ratio": max(ours) / max(theirs),
-            "unit": "tokens/s",
-            "at_least": at_least,
-            "goal": goal,
-            "judged": of and f"{of} >=",
-            "detail": {"ours": ours, "peer": theirs, "threads": torch.get_num_threads()},
-            "machine": _machine(),
-            "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
-        }
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        bounds = BOUNDS.get(chosen.model) if dtype == "bfloat16" and prompts == rows else None
+        name = f"sampler/{chosen.model}/{dtype}/{prompts}x{rows // prompts}x{chosen.tokens}"
+        detail = {"ours": ours, "peer": theirs, "threads": torch.get_num_threads()}
+        write(line(name, "tokens/s", max(ours), max(theirs), bounds, detail))
 
 
 if __name__ == "__main__":

@@ -197,15 +197,15 @@ class _Rehearsal:
         ids = [(i // each % 100 + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
         prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in ids]
         whole = sum(lengths.responses)
-        mean = max(1, round(whole / len(lengths.responses)))
-        tokens = min(FEW_TOKENS, mean)
+        longest = max(lengths.responses)
+        tokens = min(FEW_TOKENS, longest)
         while True:
             began = time.monotonic()
             rollouts = engine.generate(prompts, Sampling(self.ppo.temperature, tokens), seed=0, step=0)
             spent = time.monotonic() - began
-            if tokens == mean or spent * mean / tokens > PATIENCE:
+            if tokens == longest or spent * longest / tokens > PATIENCE:
                 break
-            tokens = mean
+            tokens = longest  # all rows to the end: the cache is made for the longest, whoever ends before
         self.measured.sampled = int(rollouts.lengths_B.sum())
         twice = 2 if self.ppo.advantage == "remax" else 1
         self.measured.seconds["generate"] = twice * spent * whole / self.measured.sampled

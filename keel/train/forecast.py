@@ -74,7 +74,8 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     always = {"weights": weights, "optimizer": 2 * own}
     workers = _workers(recipe, size)
     rows = min(len(lengths.prompts), Sampling().rows * workers)
-    chosen = sorted(lengths.sequences, reverse=True)[:rows]
+    longest = max(lengths.responses)
+    cached = sum(sorted(lengths.prompts, reverse=True)[:rows]) + rows * longest  # made for the longest at the start
     tokens = micro_tokens(recipe, size, lengths)
     at_once = workers * min(tokens // workers, max(64, LOGITS_AT_ONCE // size.vocabulary))
     passes = {"logits": 3 * at_once * size.vocabulary * 4}
@@ -82,7 +83,7 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     return {
         "generate": {
             **always,
-            "cache": size.cache(sum(chosen), dtype),
+            "cache": size.cache(cached, dtype),
             "logits": rows * size.vocabulary * (BYTES[dtype] + 16),  # as they come, two in float32, one in float64
         },
         "experience": {**always, **passes, "activations": size.activations(tokens, dtype) // size.layers},

@@ -119,7 +119,8 @@ def corrected(
             continue
         whole = measured.peaks[name]
         if name == "generate":  # what was not waited for grows the cache
-            whole += size.cache(sum(lengths.responses) - min(sum(lengths.responses), measured.sampled), dtype)
+            tokens = len(lengths.responses) * max(lengths.responses)
+            whole += size.cache(max(0, tokens - measured.sampled), dtype)
         known = {part: n for part, n in parts.items() if part not in ("activations", "logits")}
         left = max(0, whole - sum(known.values()))
         logits = min(parts.get("logits", 0), left)

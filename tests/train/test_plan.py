@@ -71,7 +71,7 @@ def test_weights_on_one_base_by_hand():
 def test_memory_of_the_moments_by_hand():
     found = ppo_memory(recipe_of(), SIZE, LENGTHS)
     own = 2 * 1000 * 4
-    assert found["generate"]["cache"] == 2 * 6 * (7 + 6 + 4 + 3) * 4
+    assert found["generate"]["cache"] == 2 * 6 * (3 + 2 + 3 + 2 + 4 * 4) * 4  # made for the longest response
     assert found["generate"]["logits"] == 4 * 10 * (4 + 16)
     assert found["update"] == {
         "weights": 3 * 1000 * 4,
@@ -99,8 +99,8 @@ def test_a_measured_peak_is_split_over_the_parts():
     }
     measured = Measured({"generate": 160, "update": 120}, sampled=4)
     found = corrected(counted, measured, SIZE, LENGTHS, "float32")
-    # Six of ten response tokens were not sampled: their cache comes on top.
-    assert found["generate"] == {"weights": 100, "cache": 40, "logits": 10, "activations": 10 + 6 * 2 * 6 * 4}
+    # Four of sixteen response tokens were sampled: the cache of the others comes on top.
+    assert found["generate"] == {"weights": 100, "cache": 40, "logits": 10, "activations": 10 + 12 * 2 * 6 * 4}
     assert found["update"] == {"weights": 100, "logits": 20, "activations": 0}
     assert found["export"] == {"weights": 120}
     # Half of the tokens of a micro-batch were measured: all of them take twice the activations.
