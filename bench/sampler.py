@@ -80,7 +80,8 @@ def _load(name: str, dtype: str) -> Any:
             num_key_value_heads=4,
             tie_word_embeddings=True,
         )
-        return LlamaForCausalLM(config).to(torch.float32 if dtype == "float32" else torch.bfloat16).eval()
+        model = LlamaForCausalLM(config).eval()
+        return model.bfloat16() if dtype == "bfloat16" else model
     with tempfile.TemporaryDirectory() as folder:
         unpack_smollm2(Path(folder), dtype)
         return load_causal_lm(folder, dtype, torch.device("cpu"))

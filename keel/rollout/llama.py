@@ -7,6 +7,7 @@ Adapters are applied beside the weights, which are never written.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -33,7 +34,8 @@ class _Product:
         adapter = None
         if isinstance(layer, LoraLinear) and not layer.disable_adapters:
             (name,) = layer.active_adapters
-            adapter = (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))  # pyright: ignore[reportArgumentType]
+            a, b = (cast(nn.Linear, part[name]) for part in (layer.lora_A, layer.lora_B))
+            adapter = (a.weight, b.weight, layer.scaling[name])
         return cls(plain.weight, None if plain.bias is None else plain.bias[:, None], adapter)
 
     def __call__(self, x_KB: Tensor, x32_KB: Tensor | None, out_NB: Tensor | None = None) -> Tensor:
@@ -64,6 +66,23 @@ class _Layer:
     scaling: float
 
 
+def _layer(layer: Any) -> _Layer:  # a module's parts are typed as modules at large
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        before=layer.input_layernorm,
+        q=_Product.of(attention.q_proj),
+        k=_Product.of(attention.k_proj),
+        v=_Product.of(attention.v_proj),
+        o=_Product.of(attention.o_proj),
+        after=layer.post_attention_layernorm,
+        gate=_Product.of(mlp.gate_proj),
+        up=_Product.of(mlp.up_proj),
+        down=_Product.of(mlp.down_proj),
+        act=mlp.act_fn,
+        scaling=attention.scaling,
+    )
+
+
 class LlamaStep:
     """Reads a model's weights and adapter in force; see `supports`. Keeps no copy, so it is made anew in no time."""
 
@@ -71,22 +90,10 @@ class LlamaStep:
         trunk = model.base_model
         assert isinstance(trunk, LlamaModel)
         config = trunk.config
+        assert config.num_key_value_heads is not None
         self.trunk, self.heads, self.kv_heads = trunk, config.num_attention_heads, config.num_key_value_heads
-        self.layers = []
-        for layer in trunk.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            q, k, v, o, gate, up, down = map(
-                _Product.of,
-                (
-                    *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-                    *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-                ),
-            )
-            norms = layer.input_layernorm, layer.post_attention_layernorm
-            self.layers.append(
-                _Layer(norms[0], q, k, v, o, norms[1], gate, up, down, mlp.act_fn, float(attention.scaling))
-            )
-        self.adapted = self.layers[0].q.adapter is not None
+        self.layers = [_layer(layer) for layer in trunk.layers]
+        self.adapted = any(isinstance(module, LoraLinear) and not module.disable_adapters for module in trunk.modules())
 
     def __call__(self, ids_B: Tensor, places_B: Tensor, seen_BS: Tensor | None, cache: DynamicCache) -> Tensor:
         """The last hidden state after one more token a row: [B, H]. Writes the token's keys and values to the cache.
