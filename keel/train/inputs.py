@@ -18,7 +18,8 @@ Preference = TypeVar("Preference", PreferencePair, Thumb)
 
 
 def split_rows(count: int, held_out: int, seed: int, most: int | None = None) -> tuple[list[int], list[int]]:
-    """Row numbers to train on (at most `most`) and to keep back, by seed. Raises DataError where nothing would be left to train on."""
+    """Row numbers to train on (at most `most`) and to keep back, by seed. Raises DataError where none would be left to
+    train on."""
     if held_out >= count:
         raise DataError(
             f"{held_out} rows are to be held out, but there are only {count}",
