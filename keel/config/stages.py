@@ -68,9 +68,6 @@ class SandboxConfig(Section):
     """Prompts of combinations that training never sees, for evaluation."""
     annotator_temperature: Rate = 0.6
     """Bradley-Terry noise of the annotators: they prefer a to b with probability sigmoid((gold a - gold b) / this)."""
-    reply_temperature: Rate = 1.0
-    """Sampling temperature of the replies that they rank [Llama 2, arXiv:2307.09288, section 3.2.1, varies it, so that
-    replies differ]."""
     vocabulary: Positive = 1200
     """Tokens of the BPE tokenizer that is trained on the world's text."""
     hidden: Positive = 128

@@ -138,7 +138,7 @@ def collect_preferences(
     with run.console.task("sampling replies for the annotators", len(asked), unit="reply") as task:
         rollouts = engine.generate(
             asked,
-            Sampling(recipe.sandbox.reply_temperature, recipe.model.max_response_tokens),
+            Sampling(1.0, recipe.model.max_response_tokens),
             seed=recipe.seed,
             step=COLLECT_STEP,
             progress=run.watch(task),
