@@ -10,15 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig
 
 from keel import sandbox
 from keel.config import Recipe
 from keel.data.encode import Encoder
 from keel.data.stream import batch_rows
 from keel.errors import ConfigError, ModelError
-from keel.models.loading import load_encoder, pick_device, quiet_transformers, smollm2_source
-from keel.models.size import Size, size_of
+from keel.models.loading import load_encoder, load_size, pick_device, quiet_transformers, smollm2_source
+from keel.models.size import Size
 from keel.runs.console import Console, duration
 from keel.runs.resources import memory_bytes, resident_bytes
 from keel.train import world
@@ -90,7 +89,7 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
     resident = resident_bytes() if device.type == "cpu" else 0
     limit = limit or (memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1])
     with _start(recipe, console) as start:
-        size = size_of(AutoConfig.from_pretrained(str(start)))
+        size = load_size(start)
         stages = {name: {RESIDENT: resident, **parts} for name, parts in other_stages(recipe, size).items()}
         if not recipe.ppo:
             return Forecast({}, stages, {}, None, False, limit, [])

@@ -203,3 +203,20 @@ def test_the_command(written, capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/at/all", "there is no such model folder"),
+        ("empty", "config.json is missing"),
+        ("t5", "cannot be used"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(written, tmp_path, path, told, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(written), "--model.path", str(tmp_path / path)])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
