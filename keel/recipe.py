@@ -181,7 +181,7 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
 def _passes(epochs: int, batch: int, rows: int | None, held_out: int, most: int | None) -> str:
     if rows is None:
         which = f"at most {most}" if most else "all"
-        return f"{epochs} pass(es) over {which} demonstrations in the data, less {held_out} held out, {batch} a step"
+        return f"{epochs} pass(es) over {which} demonstrations, after {held_out} are held out, {batch} a step"
     used = min(max(0, rows - held_out), most or rows)
     steps = -(-used * epochs // batch)
     return (

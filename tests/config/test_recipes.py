@@ -183,7 +183,7 @@ def test_the_schedule_says_how_many_demonstrations_are_used():
     said = dict(recipes.schedule(recipes.load(FOLDER / "quickstart.yaml", flags)))["sft"]
     assert said == "1 pass(es) over up to 100 demonstrations (64 held out), 32 a step = 4 optimizer steps"
     said = dict(recipes.schedule(recipes.load(FOLDER / "smollm2-preferences.yaml", flags)))["sft"]
-    assert said == "1 pass(es) over at most 100 demonstrations in the data, less 64 held out, 16 a step"
+    assert said == "1 pass(es) over at most 100 demonstrations, after 64 are held out, 16 a step"
 
 
 def test_any_setting_is_a_flag():

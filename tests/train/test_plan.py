@@ -203,3 +203,44 @@ def test_the_command(written, capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/at/all", "there is no such model folder"),
+        ("empty", "config.json is missing"),
+        ("t5", "cannot be used"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(written, tmp_path, path, told, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(written), "--model.path", str(tmp_path / path)])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_run_of_another_model_is_not_mistaken_for_this_recipes(written, tiny_model, tmp_path, capsys):
+    done = tmp_path / "small" / "sft"
+    shutil.copytree(tiny_model, done / "model")
+    (done / "done.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(written), "--model.path", str(tmp_path / "nowhere")])
+    assert ended.value.code == 2 and "there is no such model folder" in capsys.readouterr().err
+
+
+def test_the_sandbox_model_of_a_run_is_taken_where_it_has_the_shape(tmp_path):
+    from keel.train.plan import _same_shape
+
+    tree = {"name": "x", "model": {"path": "sandbox"}, "sandbox": {"hidden": 64}, "sft": {}}
+    recipe = Recipe.model_validate(tree).resolved()
+    assert recipe.sandbox and not _same_shape(tmp_path, recipe)
+    parts = {"model.path": "sandbox", **{f"sandbox.{k}": v for k, v in recipe.sandbox.model_dump().items()}}
+    (tmp_path / "base").mkdir()
+    inputs = tmp_path / "base" / "inputs.json"
+    inputs.write_text(json.dumps({"parts": parts}))
+    assert _same_shape(tmp_path, recipe)
+    inputs.write_text(json.dumps({"parts": {**parts, "sandbox.hidden": 128}}))
+    assert not _same_shape(tmp_path, recipe)
