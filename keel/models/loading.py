@@ -60,6 +60,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def load_encoder(path: str | Path, settings: ModelConfig) -> Encoder:
     """The encoder of a model folder; it ends responses at any end token that tokenizer or generation config names."""
     tokenizer = load_tokenizer(path)
+    _check_length(path, settings)
     try:
         generation = GenerationConfig.from_pretrained(str(path))
     except OSError:
@@ -118,6 +119,20 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     model.to(device).eval()
     _check_unembedding(model, path)
     return model
+
+
+def _check_length(path: str | Path, settings: ModelConfig) -> None:
+    """Raises ModelError where prompt and response may be longer than the model's positions reach: a table of learned
+    ones ends there, and rotary ones were never trained beyond."""
+    config = AutoConfig.from_pretrained(str(path)).get_text_config()
+    most, longest = getattr(config, "max_position_embeddings", None), settings.max_prompt_tokens
+    longest += settings.max_response_tokens
+    if isinstance(most, int) and longest > most:
+        raise ModelError(
+            f"prompt and response may have {longest} tokens together, and the model has {most} positions",
+            where=str(path),
+            remedy="lower model.max_prompt_tokens or model.max_response_tokens",
+        )
 
 
 def _check_sizes(path: str | Path) -> None:

@@ -19,7 +19,7 @@ def build_model(
     bos_token_id: int,
     eos_token_id: int,
     pad_token_id: int,
-    max_length: int = 256,
+    max_length: int = 1024,
 ) -> LlamaForCausalLM:
     """A float32 Llama with tied embeddings, no dropout, in evaluation mode; the weights depend on the arguments only.
 

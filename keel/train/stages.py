@@ -21,6 +21,7 @@ from keel.rewards.learned import LearnedReward
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
+from keel.runs.log import read_lines
 from keel.train import world
 from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
@@ -214,6 +215,12 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
+    if all(line["warming"] for line in read_lines(stage.metrics)):
+        run.console.line(
+            f"the policy took no step: the critic's warm-up lasted for all {ppo.updates} updates; lower "
+            f"ppo.critic.warmup_cap ({ppo.critic.warmup_cap}), or raise ppo.updates",
+            "yellow",
+        )
     profile = profile_of(stage, recipe.model.dtype)
     if not recipe.eval:  # it else stands in the summary
         run.console.line(f"profile: {profile_sentence(profile)}")

@@ -53,9 +53,10 @@ def place(tmp_path, tiny_model, monkeypatch) -> Path:
     return tmp_path
 
 
-def run(model: str = "model", data: str = "rows.jsonl", **ppo: object) -> int:
+def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512, **ppo: object) -> int:
     settings = {"data": {"path": [data]}, "reward": "fn.py:good", "updates": 1, "rollouts": 8, **ppo}
-    recipe = {"name": "x", "model": {"path": model, "max_response_tokens": 8}, "ppo": settings, "eval": {"prompts": 4}}
+    limits = {"max_prompt_tokens": prompt_tokens, "max_response_tokens": 8}
+    recipe = {"name": "x", "model": {"path": model, **limits}, "ppo": settings, "eval": {"prompts": 4}}
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "recipe.yaml"])
@@ -84,6 +85,7 @@ def run(model: str = "model", data: str = "rows.jsonl", **ppo: object) -> int:
         ({"model": "cut-model"}, ["the model cannot be loaded", "cut-model", "remedy"]),
         ({"model": "other-sizes"}, ["config.json makes", "other-sizes", "look for sizes missing"]),
         ({"model": "list-model"}, ["cannot be loaded", "list-model", "remedy"]),
+        ({"prompt_tokens": 5000}, ["5008 tokens", "1024 positions", "lower model.max_prompt_tokens"]),
         ({"model": "x" * 5000}, ["remedy"]),
         ({"data": "x" * 5000}, ["cannot be read", "remedy"]),
         ({"reward": "fn.py:nan"}, ["rewards are not finite", "fn.py:nan", "finite number"]),
@@ -142,3 +144,11 @@ def test_a_finished_model_that_was_changed_is_not_used(place, capsys):
     assert "is not as it was left" in told and "runs/x/ppo/model" in told and "make it again" in told
     shutil.rmtree("runs/x/ppo")
     assert run() == 0
+
+
+def test_a_run_whose_policy_took_no_step_says_so(place, capsys):
+    assert run(reward="fn.py:good", critic={"warmup_cap": 1}) == 0
+    assert "the policy took no step" in capsys.readouterr().out
+    shutil.rmtree("runs")
+    assert run(reward="fn.py:good", critic={"warmup_cap": 0}) == 0
+    assert "the policy took no step" not in capsys.readouterr().out
