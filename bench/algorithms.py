@@ -125,6 +125,8 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for k, name in enumerate(ALGORITHMS):
         own = [line for line in lines if line["algorithm"] == name]
+        if not own:
+            continue
         marker = "osD^v<>Pp*X"[k % 11]
         axes.plot([x["kl"] for x in own], [x["gold"] for x in own], marker, label=name, color=f"C{k % 10}", alpha=0.8)
     start = statistics.mean(line["gold_sft"] for line in lines)
