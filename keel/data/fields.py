@@ -105,17 +105,14 @@ class View:
             DataError: it holds anything else.
         """
         value = self.fields[name]
-        texts = (
-            [t if isinstance(t, dict) else {"role": "assistant", "content": t} for t in value]
-            if isinstance(value, list)
-            else []
-        )
-        turns = [self._turn(name, text) for text in texts]
-        if not turns or any(turn["role"] != "assistant" for turn in turns):
-            raise self.refuse(
-                f"'{name}' holds {kind_of(value)}; expected a list of the assistant's replies, the best first.",
-                'Write a list in every row, as in ["the best", "the second", "the worst"].',
-            )
+        remedy = 'Write a list in every row, as in ["the best", "the second", "the worst"].'
+        if not isinstance(value, list):
+            raise self.refuse(f"'{name}' holds {kind_of(value)}; expected a list of replies, the best first.", remedy)
+        messages = [text if isinstance(text, dict) else {"role": "assistant", "content": text} for text in value]
+        turns = [self._turn(name, message) for message in messages]
+        strange = [turn["role"] for turn in turns if turn["role"] != "assistant"]
+        if strange:
+            raise self.refuse(f"'{name}' holds a message of the {strange[0]}; a reply is the assistant's.", remedy)
         return [turn["content"] for turn in turns]
 
 

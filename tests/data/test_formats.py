@@ -147,14 +147,14 @@ class TestPreferences:
         assert [(record.chosen, record.rejected) for record in read.records] == [("a", "b")]
         assert read.counts["repaired"] == {"empty reply of a ranking left out": 1}
 
-    @pytest.mark.parametrize("value", ["a", [], ["a", 1], [{"role": "user", "content": "a"}], {"a": 1}])
+    @pytest.mark.parametrize("value", ["a", ["a", 1], [{"role": "user", "content": "a"}], {"a": 1}])
     def test_a_ranking_that_is_none(self, write: Write, value):
         path = write([{"prompt": "ask", "ranking": value}])
         with pytest.raises(DataError) as caught:
             read_preferences(path)
         assert caught.value.where == f"{path}:1" and caught.value.remedy
 
-    @pytest.mark.parametrize("value", [["a"], ["a", "a\n"], ["a", " "], [" "]])
+    @pytest.mark.parametrize("value", [["a"], ["a", "a\n"], ["a", " "], [" "], []])
     def test_a_ranking_that_says_nothing_is_dropped(self, write: Write, value):
         rows = [{"prompt": "ask", "ranking": value}, {"prompt": "ask", "ranking": ["good", "bad"]}]
         read = read_preferences(write(rows))
