@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from keel.config import PreferenceConfig, Recipe, RewardConfig, SourceConfig
+from keel.config import PreferenceConfig, Recipe, RewardConfig, SftConfig, SourceConfig
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
 from keel.errors import DataError
 from keel.runs.console import Console
@@ -59,12 +59,16 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
         source = sft.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
         demonstrations = read_demonstrations(source.path, source.columns)
         _tell(console, "sft", "demonstrations", demonstrations)
+        _check_demonstrations(len(demonstrations.records), sft, recipe.seed)
     if reward and reward.data:
         pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None)
         _tell(console, "reward", "preference pairs", pairs)
+        split_prompts(pairs.records, reward, recipe.seed, "reward")  # raises before SFT has trained for nothing
     if preference and preference.data:
         preferences = read_judgements(preference.data, preference)
         _tell(console, "preference", "thumbs" if preference.loss == "kto" else "preference pairs", preferences)
+        rows: list[Any] = preferences.records
+        split_prompts(rows, preference, recipe.seed, "preference")
     if ppo:
         source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
         prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
@@ -90,6 +94,17 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
     elif count and (preference or reward):
         held = _heldout_prompts(recipe, count, preferences or pairs)
     return Inputs(demonstrations, pairs, preferences, prompts, ptx, train, held)
+
+
+def _check_demonstrations(count: int, sft: SftConfig, seed: int) -> None:
+    left = len(split_rows(count, sft.held_out, seed, sft.max_rows)[0])
+    if left < sft.batch:
+        raise DataError(
+            f"{count} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
+            where="sft",
+            remedy="give more, or lower sft.batch or sft.held_out"
+            + (", or raise sft.max_rows" if sft.max_rows else ""),
+        )
 
 
 def read_judgements(source: SourceConfig, settings: PreferenceConfig) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
@@ -144,6 +159,7 @@ def split_prompts(
             f"{len(rows)} {'thumbs' if thumbs else 'preference pairs'} leave {left} "
             f"{'of them' if thumbs else 'prompts'} to train on, less than a batch of {settings.batch}",
             where=where,
-            remedy=f"give more, or lower {where}.held_out or {where}.batch",
+            remedy=f"give more, or lower {where}.held_out or {where}.batch"
+            + (f", or raise {where}.max_prompts" if settings.max_prompts else ""),
         )
     return train, held

@@ -152,3 +152,35 @@ def test_a_run_whose_policy_took_no_step_says_so(place, capsys):
     shutil.rmtree("runs")
     assert run(reward="fn.py:good", critic={"warmup_cap": 0}) == 0
     assert "the policy took no step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (
+            {"sft": {"data": {"path": ["said.jsonl"]}, "held_out": 4, "max_rows": 5, "batch": 8}},
+            ["leave 5", "sft.max_rows"],
+        ),
+        (
+            {"reward": {"data": {"path": ["pairs.jsonl"]}, "held_out": 4, "max_prompts": 5, "batch": 8}},
+            ["reward.max_prompts"],
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_filled_is_told_before_anything_is_trained(place, capsys, section, told):
+    lines = [
+        {"prompt": f"Where is lamp {i}?", "completion": "here", "chosen": "here", "rejected": "no"} for i in range(40)
+    ]
+    said = "".join(json.dumps({k: row[k] for k in ("prompt", "completion")}) + "\n" for row in lines)
+    Path("said.jsonl").write_text(said)
+    Path("pairs.jsonl").write_text(
+        "".join(json.dumps({k: row[k] for k in ("prompt", "chosen", "rejected")}) + "\n" for row in lines)
+    )
+    sft = {"sft": {"data": {"path": ["said.jsonl"]}, "held_out": 4, "batch": 8}}
+    recipe = {"name": "x", "model": {"path": "model", "max_response_tokens": 8}, **sft, **section}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "recipe.yaml"])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and not [part for part in told if part not in message], message
+    assert not list(Path("runs").rglob("done.json"))
