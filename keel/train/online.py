@@ -7,7 +7,7 @@ differ by the literals of `ppo.advantage`, `ppo.policy.loss` and `ppo.kl`, which
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from keel.models.flops import products_of
 from keel.models.roles import Role, Roles, exact_kl_BT, logprobs_BT, micro_policy, micro_values, unpacked, values_BT
 from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
-from keel.rollout.engine import Sampling
+from keel.rollout.engine import Engine, Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
 from keel.train.choices import Before, Now, advantages, policy_objective
@@ -92,7 +92,7 @@ def train_online(
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
     session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
     state, each = session.state, ppo.responses_per_prompt
-    engine, sampling = LocalEngine(roles, encoder), Sampling(ppo.temperature, learner.max_tokens)
+    engine = LocalEngine(roles, encoder)
     products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
@@ -102,23 +102,9 @@ def train_online(
                 set_rate(optimizers[role], rate)
 
             chosen = [prompts[i] for i in batch_rows(len(prompts), ppo.rollouts // each, step, seed)]
-            asked = [prompt for prompt in chosen for _ in range(each)]
-            rollouts = engine.generate(asked, sampling, seed=seed, step=step, version=step)
-            likeliest = None
-            if ppo.advantage == "remax":
-                greedy = Sampling(0.0, learner.max_tokens)
-                likeliest = engine.generate(chosen, greedy, seed=seed, step=step, version=step)
-            clock.lap("generate")
-
-            scores_B = reward.score(rollouts)
-            greedy_B = reward.score(likeliest) if likeliest else None
-            seen = rollout_metrics(rollouts, scores_B, gold, each)
-            if ppo.normalise_scores:
-                state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(scores_B))
-            known = _moments(state, "score")
-            scores_B = trained_scores(scores_B, rollouts, ppo, known)
-            if greedy_B is not None and likeliest:
-                greedy_B = trained_scores(greedy_B, likeliest, ppo, known).repeat_interleave(each)
+            scored = sample_and_score(learner, engine, reward, chosen, step, state, clock)
+            rollouts, greedy_B = scored.rollouts, scored.greedy_B
+            seen = rollout_metrics(rollouts, scored.given_B, gold, each)
             clock.lap("score")
 
             kept = kept_rows(rollouts, ppo)
@@ -129,7 +115,7 @@ def train_online(
                 experience, metrics = make_experience(
                     learner,
                     rollouts.select(kept),
-                    scores_B[kept],
+                    scored.scores_B[kept],
                     torch.tensor(kept) // each,
                     state,
                     None if greedy_B is None else greedy_B[kept],
@@ -153,7 +139,7 @@ def train_online(
             session.step += 1
             work = step_work(
                 products,
-                [rollouts, *([likeliest] if likeliest else [])],
+                scored.sampled,
                 experience.rollouts if kept else None,
                 learners,
                 ppo.epochs * metrics.get("steps_taken", 0.0),
@@ -165,6 +151,52 @@ def train_online(
                 write_samples(session, experience)
             task.update(session.step, **shown(numbers))
             session.end_step(session.step == ppo.updates)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a step sampled. given_B: as the reward gave it; scores_B: as it is trained on; greedy_B: likewise, of the
+    likeliest response to each row's prompt (remax). sampled: all that was generated."""
+
+    rollouts: Rollouts
+    given_B: Tensor
+    scores_B: Tensor
+    greedy_B: Tensor | None
+    sampled: list[Rollouts]
+
+
+def sample_and_score(
+    learner: Learner,
+    engine: Engine,
+    reward: Reward,
+    chosen: Sequence[Prompt],
+    step: int,
+    state: dict[str, Any],
+    clock: Clock,
+) -> Scored:
+    """Responses of the policy to the prompts of a step, and their scores. Moves `score_moments` in the state where
+    scores are normalised."""
+    ppo, seed, each = learner.ppo, learner.seed, learner.ppo.responses_per_prompt
+    asked = [prompt for prompt in chosen for _ in range(each)]
+    sampling = Sampling(ppo.temperature, learner.max_tokens)
+    rollouts = engine.generate(asked, sampling, seed=seed, step=step, version=step)
+    likeliest = None
+    if ppo.advantage == "remax":
+        likeliest = engine.generate(chosen, replace(sampling, temperature=0.0), seed=seed, step=step, version=step)
+    clock.lap("generate")
+    given_B = reward.score(rollouts)
+    if ppo.normalise_scores:
+        state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(given_B))
+    known, greedy_B = _moments(state, "score"), None
+    if likeliest:
+        greedy_B = trained_scores(reward.score(likeliest), likeliest, ppo, known).repeat_interleave(each)
+    return Scored(
+        rollouts,
+        given_B,
+        trained_scores(given_B, rollouts, ppo, known),
+        greedy_B,
+        [rollouts, likeliest] if likeliest else [rollouts],
+    )
 
 
 def make_experience(
@@ -256,7 +288,8 @@ def update(
             rows_in_all
         )
         for number, rows in enumerate(np.array_split(order, minibatches)):
-            metrics = accumulate(learner, experience, rows.tolist(), state, optimizers.keys())
+            where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
+            metrics = accumulate(learner, experience, rows.tolist(), state, optimizers.keys(), where)
             largest = metrics.pop("log_ratio_abs_max", None)
             if largest is not None and not done:
                 first["first_log_ratio"] = largest
@@ -268,7 +301,6 @@ def update(
             if learner.ptx and "policy" in optimizers:
                 metrics["ptx_loss"] = learner.ptx(step * planned + done)
             bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
-            where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
             for role, norm in guarded_step(optimizers, bounds, where).items():
                 metrics[f"{role}_grad_norm"] = norm
             totals.update(metrics)
@@ -277,11 +309,16 @@ def update(
 
 
 def accumulate(
-    learner: Learner, experience: Experience, rows: Sequence[int], state: Mapping[str, Any], learners: Collection[str]
+    learner: Learner,
+    experience: Experience,
+    rows: Sequence[int],
+    state: Mapping[str, Any],
+    learners: Collection[str],
+    where: str,
 ) -> dict[str, float]:
     """Adds the gradients of one minibatch, micro-batch by micro-batch; denominators are counted over all of it before.
 
-    Raises NumberError where a loss is not finite, before any optimizer has stepped.
+    where: the minibatch, for errors. Raises NumberError where a loss is not finite, before any optimizer has stepped.
     """
     roles, ppo = learner.roles, learner.ppo
     sequences, lengths_B = experience.rollouts.sequences(), experience.rollouts.lengths_B
@@ -305,7 +342,7 @@ def accumulate(
             None if kl_N is None else unpacked(kl_N, old.mask_BT),
         )
         loss, metrics = policy_objective(ppo, now, old, denominators_B1[some].to(roles.device), state)
-        return _finite(loss, "policy"), {
+        return _finite(loss, "policy", where), {
             "policy_loss": loss.item(),
             **{n: total.item() for n, total in metrics.items()},
         }
@@ -318,7 +355,7 @@ def accumulate(
         values_BT = unpacked(micro_values(roles, ids_BS, places_BS), old.mask_BT)
         before_BT, returns_BT = (moments.normalised(x_BT, known) for x_BT in (old.values_BT, old.returns_BT))
         loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
-        return _finite(loss, "critic"), loss.item()
+        return _finite(loss, "critic", where), loss.item()
 
     def learn(role: Role, loss_of: Callable[[list[int]], tuple[Tensor, Any]]) -> list[Any]:
         workers = roles.workers(role)
@@ -388,11 +425,11 @@ def _means(totals: Mapping[str, float], done: int, planned: int) -> dict[str, fl
     return {name: value / done for name, value in totals.items()} | {"steps_taken": done / planned}
 
 
-def _finite(loss: Tensor, part: str) -> Tensor:
+def _finite(loss: Tensor, part: str, where: str) -> Tensor:
     if not torch.isfinite(loss):
         raise NumberError(
             f"the {part}'s loss is {loss.item()}; the optimizer did not step",
-            where="ppo",
+            where=where,
             remedy="look at the rewards of this step; the same command goes on from the last checkpoint",
         )
     return loss

@@ -132,7 +132,7 @@ def test_kl_in_the_loss_pulls_the_policy_back(kind, estimator, tiny_model):
         experience.advantages_BT.zero_()
         for parameter in roles.parameters("policy").values():
             parameter.grad = None
-        accumulate(learner_of(roles, recipe), experience, list(range(60)), state, ["policy"])
+        accumulate(learner_of(roles, recipe), experience, list(range(60)), state, ["policy"], "here")
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in roles.parameters("policy").values()]
         return exact_kl_BT(roles, rollouts.sequences(), 1.0, 0, 4000).sum().item() / 60, [g.clone() for g in grads]
 
@@ -165,7 +165,7 @@ def test_the_denominator_is_of_the_minibatch_neither_of_a_part_nor_of_the_batch(
     experience, _ = experience_of(roles, recipe, rollouts, torch.randn(12))
     rows = [7, 2, 9, 4, 0]
     state = first_state(recipe.ppo)
-    got = accumulate(learner_of(roles, recipe), experience, rows, state, ["policy"])["policy_loss"]
+    got = accumulate(learner_of(roles, recipe), experience, rows, state, ["policy"], "here")["policy_loss"]
     lengths = rollouts.lengths_B[rows].double()
     want = -(experience.advantages_BT[rows].double().sum(1) * weight(lengths)).sum()
     assert got == pytest.approx(want.item(), abs=1e-5) and abs(got) > 1e-3
@@ -204,7 +204,7 @@ def test_popart_moves_the_statistics_and_not_the_values(tiny_model):
     inside = rollouts.response_mask_BT
     torch.testing.assert_close((after * known.scale + known.mean)[inside], before[inside], atol=2e-4, rtol=1e-5)
     assert experience.returns_BT is not None
-    metrics = accumulate(learner_of(roles, recipe), experience, list(range(12)), state, ["critic"])
+    metrics = accumulate(learner_of(roles, recipe), experience, list(range(12)), state, ["critic"], "here")
     # In units of sd: half the mean of squares of what the values miss, however large the rewards are.
     assert metrics["value_loss"] < 0.5 * (known.mean / known.scale + 3) ** 2
 

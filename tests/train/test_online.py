@@ -7,7 +7,7 @@ import torch
 
 from keel.algo.moments import Moments
 from keel.config import Recipe
-from keel.errors import Interrupted, RewardError
+from keel.errors import Interrupted, NumberError, RewardError
 from keel.metrics import PROFILED, TIMED
 from keel.models.roles import logprobs_BT
 from keel.rewards.functions import FunctionReward
@@ -133,7 +133,7 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
         roles, rollouts = rolled_out(kind, tiny_model, recipe)
         experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
         learner = learner_of(roles, recipe)
-        accumulate(learner, experience, [7, 2, 9, 4, 0], first_state(learner.ppo), ["policy", "critic"])
+        accumulate(learner, experience, [7, 2, 9, 4, 0], first_state(learner.ppo), ["policy", "critic"], "here")
         gradients.append(
             {
                 f"{r}.{n}": p.grad
@@ -235,3 +235,20 @@ def test_the_reward_rises(kind, tiny_model, tmp_path):
     _, stage = run_ppo(tmp_path, kind, tiny_model, recipe)
     lengths = [line["length"] for line in read_lines(stage.metrics)]
     assert sum(lengths[-5:]) / 5 < 0.7 * sum(lengths[:3]) / 3
+
+
+def test_a_loss_that_is_not_finite_names_its_minibatch(tiny_model):
+    recipe = recipe_of()
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+    experience.advantages_BT[rollouts.response_mask_BT] = float("nan")
+    learner = learner_of(roles, recipe)
+    with pytest.raises(NumberError, match="policy's loss is nan") as caught:
+        update(
+            learner,
+            experience,
+            4,
+            first_state(learner.ppo),
+            {"policy": torch.optim.SGD(roles.parameters("policy").values())},
+        )
+    assert caught.value.where == "ppo, update 5, epoch 1, minibatch 1"
