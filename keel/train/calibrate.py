@@ -181,7 +181,7 @@ class _Rehearsal:
         bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
         for _ in range(1 if self.optimizers["policy"].state else 2):
             began = time.monotonic()
-            accumulate(self.learner, experience, rows, first_state(ppo), self.learners)
+            accumulate(self.learner, experience, rows, first_state(ppo), self.learners, "calibration")
             passed, began = time.monotonic() - began, time.monotonic()
             guarded_step(self.optimizers, bounds, "calibration")
             step = time.monotonic() - began
@@ -194,7 +194,7 @@ class _Rehearsal:
         """Sampling at the batch's size; the whole of it only where that is a matter of seconds."""
         engine, each = LocalEngine(self.roles, _Given.like(self.encoder)), self.ppo.responses_per_prompt
         # A first token of its own: prompts that are alike would be passed through the model once.
-        ids = [(i // each % 100 + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
+        ids = [(i // each % (self.size.vocabulary - 1) + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
         prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in ids]
         whole = sum(lengths.responses)
         longest = max(lengths.responses)
