@@ -14,10 +14,11 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.common import PACKAGES, REPOSITORY, Bounds, line, progress, run, write
+from bench.common import REPOSITORY, Bounds, line, progress, run, write
 from bench.workload import PROMPT, RESPONSE, measure, median_update, model_folder, prepare, recipe
 from keel.runs.console import Console
 
@@ -83,7 +84,8 @@ def compare(
         kind = "memory" if what == "peak_bytes" else "speed"
         mine = statistics.median(r[what] for r in ours) / scale
         other = statistics.median(r[what] for r in theirs) / scale if theirs else None
-        yield line(f"ppo/{name}/{kind}", unit, mine, other, bounds, detail, (*PACKAGES, "trl"))
+        result = line(f"ppo/{name}/{kind}", unit, mine, other, bounds, detail)
+        yield {**result, "versions": {**result["versions"], **({"trl": peer.version()} if peer else {})}}
 
 
 class Peer(NamedTuple):
@@ -92,6 +94,11 @@ class Peer(NamedTuple):
     script: Path
     python: str
     path: str
+
+    def version(self) -> str:
+        """Of trl where the peer finds it, which is not where Keel is installed."""
+        found = metadata.distributions(name="trl", path=[self.path])
+        return next((distribution.version for distribution in found), "unknown")
 
     def run(self, case: Case, model: Path, root: Path, updates: int, threads: int) -> dict[str, float]:
         """One whole process; what it says of itself, with the peak that the system counted."""

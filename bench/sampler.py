@@ -18,10 +18,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.common import Bounds, line, write
-from keel.models.loading import load_causal_lm, quiet_transformers, unpack_smollm2
+from bench.workload import write_model
+from keel.models.loading import load_causal_lm, quiet_transformers
 from keel.models.separate import SeparateRoles
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
@@ -69,21 +69,8 @@ def measure(model: Any, rows: int, prompts: int, tokens: int, rounds: int) -> tu
 
 
 def _load(name: str, dtype: str) -> Any:
-    if name == "tiny":
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=2048,
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            tie_word_embeddings=True,
-        )
-        model = LlamaForCausalLM(config).eval()
-        return model.bfloat16() if dtype == "bfloat16" else model
     with tempfile.TemporaryDirectory() as folder:
-        unpack_smollm2(Path(folder), dtype)
+        write_model(name if name == "tiny" else f"{name}-{dtype}", Path(folder))
         return load_causal_lm(folder, dtype, torch.device("cpu"))
 
 
