@@ -1,19 +1,21 @@
 """A training pass through the decoder of a Llama-like model on a CPU, without what training does not ask for.
 
 The formulas are those of transformers' own modules, whose weights are read where they lie; so is the order of tokens.
-Less is done than there in four ways (docs/decisions.md has the figures):
+Less is done than there in five ways (docs/decisions.md has the figures):
 
     no padding       norms, products and activations work on the real tokens, packed; only attention sees rows.
     no tail          nothing after the last token that is asked for; the last layer's queries, output and MLP only at
                      the tokens that are asked for.
     two nodes        around attention each layer is two autograd functions with written-out backward passes, which keep
                      inputs and gate, and make the rest again (norms, activations): fewer operations, half the memory.
+    one beginning    tokens that several rows begin with are passed once (`shared_hidden`).
     adapters         a LoRA branch is part of its product; a frozen weight gets no gradient and nothing is kept for it.
 
 Other architectures, and any on a GPU (where the stock kernels are better), pass through transformers.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,47 +27,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-
-class Places(NamedTuple):
-    """Where the tokens of a micro-batch stand: N packed tokens, row by row, of B rows of up to S tokens.
-
-    column_N: place in its row. flat_N: place in the padded [B * S]; None where nothing is padded. wanted_M: packed
-    numbers of the tokens that are asked for; None for all. query_M: their places in a padded [B * Q] of the wanted
-    alone; seen_BQS: which tokens each of those may attend to.
-    """
-
-    rows: int
-    width: int
-    queries: int
-    column_N: Tensor
-    flat_N: Tensor | None
-    wanted_M: Tensor | None
-    query_M: Tensor | None
-    seen_BQS: Tensor | None
-
-    @classmethod
-    def of(cls, wanted_BS: Tensor) -> tuple["Places", Tensor]:
-        """From the tokens that are asked for; also which tokens are needed for them, [B, S], to pack others alike."""
-        counts_B = wanted_BS.sum(1)
-        needed_BS = wanted_BS.flip(1).cumsum(1).flip(1) > 0
-        wanted_BS, needed_BS = wanted_BS[counts_B > 0], needed_BS[counts_B > 0]
-        counts_B, lengths_B = counts_B[counts_B > 0], needed_BS.sum(1)
-        width = int(lengths_B.max())
-        needed_BS, wanted_BS = needed_BS[:, :width], wanted_BS[:, :width]
-        row_N, column_N = needed_BS.nonzero(as_tuple=True)
-        rows, full = len(counts_B), len(row_N) == needed_BS.numel()
-        flat_N = None if full else row_N * width + column_N
-        chosen_N = wanted_BS[row_N, column_N]
-        if bool(chosen_N.all()):
-            return cls(rows, width, width, column_N, flat_N, None, flat_N, None), needed_BS
-        wanted_M = chosen_N.nonzero().squeeze(1)
-        queries = int(counts_B.max())
-        within_M = torch.arange(len(wanted_M)) - (counts_B.cumsum(0) - counts_B).repeat_interleave(counts_B)
-        query_M = row_N[wanted_M] * queries + within_M
-        last_BQ = torch.zeros(rows * queries, dtype=torch.long)
-        last_BQ[query_M] = column_N[wanted_M]
-        seen_BQS = torch.arange(width) <= last_BQ.view(rows, queries, 1)
-        return cls(rows, width, queries, column_N, flat_N, wanted_M, query_M, seen_BQS), needed_BS
+from keel.models.places import Places, SharedPlaces
 
 
 class Product(NamedTuple):
@@ -284,26 +246,6 @@ class _LastNorm(torch.autograd.Function):
         return grad_NH.to(x_NH.dtype), grad_norm_H, None
 
 
-def _attend(query_MO: Tensor, key_NO: Tensor, value_NO: Tensor, places: Places, last: bool, width: int) -> Tensor:
-    """Causal attention of packed queries to the keys of their row: [M, heads * width]."""
-
-    def rows(x_NO: Tensor, flat_N: Tensor | None, tokens: int) -> Tensor:
-        if flat_N is not None:
-            x_NO = x_NO.new_zeros(places.rows * tokens, x_NO.shape[1]).index_copy(0, flat_N, x_NO)
-        return x_NO.view(places.rows, tokens, -1, width).transpose(1, 2)
-
-    trimmed = last and places.seen_BQS is not None
-    flat_M, queries = (places.query_M, places.queries) if trimmed else (places.flat_N, places.width)
-    key, value = rows(key_NO, places.flat_N, places.width), rows(value_NO, places.flat_N, places.width)
-    query = rows(query_MO, flat_M, queries)
-    seen = places.seen_BQS[:, None] if trimmed and places.seen_BQS is not None else None
-    out = F.scaled_dot_product_attention(
-        query, key, value, seen, is_causal=seen is None, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    out_NO = out.transpose(1, 2).reshape(places.rows * queries, -1)
-    return out_NO if flat_M is None else out_NO[flat_M]
-
-
 def covers(model: PreTrainedModel) -> bool:
     """Whether `packed_hidden` is the same function as the model's own pass."""
     body, config = model.base_model, model.config.get_text_config()
@@ -321,12 +263,27 @@ def packed_hidden(model: PreTrainedModel, ids_BS: Tensor, wanted_BS: Tensor) -> 
 
     Asserts nothing about the model: `covers` says whether this is its function.
     """
-    body: Any = model.base_model
     places, needed_BS = Places.of(wanted_BS)
-    some = ids_BS[wanted_BS.any(1), : places.width][needed_BS]
-    x_NH = F.embedding(some, body.embed_tokens.weight)
+    ids_N = ids_BS[wanted_BS.any(1), : places.width][needed_BS]
+    return _through(model, ids_N, places)
+
+
+def shared_hidden(
+    model: PreTrainedModel, beginnings: Sequence[Tensor], of_B: Tensor, ids_BS: Tensor, wanted_BS: Tensor
+) -> Tensor:
+    """`packed_hidden` of rows that begin with `beginnings[of_B]`, which pass through the model once; ids_BS and
+    wanted_BS are of what follows them, with at least one wanted token in every row."""
+    lengths_G = torch.tensor([len(ids) for ids in beginnings])
+    places, needed_BS = SharedPlaces.of(lengths_G, of_B, wanted_BS)
+    ids_N = torch.cat([*beginnings, ids_BS[:, : places.rows.width][needed_BS]])
+    return _through(model, ids_N, places)
+
+
+def _through(model: PreTrainedModel, ids_N: Tensor, places: Places | SharedPlaces) -> Tensor:
+    body: Any = model.base_model
+    x_NH = F.embedding(ids_N, body.embed_tokens.weight)
     x_NH = x_NH.to(compute_dtype(x_NH.dtype))
-    cos, sin = body.rotary_emb(x_NH, torch.arange(places.width)[None])
+    cos, sin = body.rotary_emb(x_NH, torch.arange(int(places.column_N.max()) + 1)[None])
     half = cos.shape[-1] // 2
     cos_ND, sin_ND = cos[0, places.column_N, :half], sin[0, places.column_N, :half]
     for number, layer in enumerate(body.layers):
@@ -346,7 +303,7 @@ def packed_hidden(model: PreTrainedModel, ids_BS: Tensor, wanted_BS: Tensor) -> 
             tuple(p.scale for p in inner),
             *(t for p in inner for t in p.tensors),
         )
-        attended_NO = _attend(query, key, value, places, last, attention.head_dim)
+        attended_NO = places.attend(query, key, value, last, attention.head_dim)
         x_NH = _Rest.apply(
             x_NH if wanted_M is None else x_NH[wanted_M],
             attended_NO,

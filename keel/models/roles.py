@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keel.algo.logprobs import exact_kl, token_logprobs
 from keel.data.encode import micro_batches, pad_sequences
-from keel.models.decoder import covers, packed_hidden
+from keel.models.decoder import covers, packed_hidden, shared_hidden
 from keel.models.heads import ScalarHead
 from keel.models.loading import unembedding
 from keel.models.side_by_side import side_by_side
@@ -132,17 +132,31 @@ def micro_group_scores(
 ) -> Tensor:
     """`micro_scores` of groups of responses, group after group, each group's prompt passed through the model once.
 
-    The sequences of a group must share their prompt. The responses read the prompt's keys and values from a cache;
-    gradients flow through it. With K responses to a prompt that is half the work and less.
+    The sequences of a group must share their prompt. The responses read the prompt's keys and values, and gradients
+    flow through them. With K responses to a prompt that is half the work and less.
     """
-    whole, device = roles.model(role), roles.device
-    model = whole.base_model
+    model = roles.model(role)
+    of_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+    if not covers(model) or any(len(group[0].prompt_ids) < 2 for group in groups):
+        return roles.head(role)(_cached_hidden(model, groups, of_B, pad_id))
+    # The prompt's last token stands with the responses: something must begin the row of an empty one.
+    prompts = [torch.tensor(group[0].prompt_ids[:-1]) for group in groups]
+    ends = [TokenSequence(s.prompt_ids[-1:] + s.response_ids, ()) for group in groups for s in group]
+    ids_BS, _, lengths_B = pad_sequences(ends, pad_id)
+    last_BS = torch.arange(ids_BS.shape[1]) == lengths_B[:, None] - 1
+    return roles.head(role)(shared_hidden(model, prompts, of_B, ids_BS, last_BS))
+
+
+def _cached_hidden(
+    whole: PreTrainedModel, groups: Sequence[Sequence[TokenSequence]], of_B: Tensor, pad_id: int
+) -> Tensor:
+    """Hidden state of each sequence's last token, by the model's own pass: [B, H]."""
+    model, device = whole.base_model, whole.device
     prompts = [TokenSequence(group[0].prompt_ids, ()) for group in groups]
     answers = [TokenSequence(s.response_ids, ()) for group in groups for s in group]
     prompt_ids_PS, _, prompt_lengths_P = pad_sequences(prompts, pad_id)
     ids_BT, _, lengths_B = pad_sequences(answers, pad_id)
     seen_PS = torch.arange(prompt_ids_PS.shape[1]) < prompt_lengths_P[:, None]
-    of_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
     cache = DynamicCache(config=whole.config)
     model(input_ids=prompt_ids_PS.to(device), attention_mask=seen_PS.to(device), cache=cache, use_cache=True)
     cache.batch_select_indices(of_B.to(device))
@@ -153,8 +167,7 @@ def micro_group_scores(
         cache=cache,
         use_cache=True,
     ).last_hidden_state
-    rows = torch.arange(len(lengths_B), device=device)
-    return roles.head(role)(hidden_BTH[rows, lengths_B.to(device) - 1])
+    return hidden_BTH[torch.arange(len(lengths_B), device=device), lengths_B.to(device) - 1]
 
 
 def logprobs_BT(

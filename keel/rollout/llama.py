@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 
@@ -133,9 +132,11 @@ class LlamaStep:
         value = layer.v(x_HB, wide).view(self.kv_heads, width, rows).permute(2, 0, 1)
         keys, values = held.update(turned[:, self.heads :, None], value[:, :, None])
         # The queries of a key head stand as several queries of one head: no key or value is repeated.
-        query = turned[:, : self.heads].reshape(rows, self.kv_heads, -1, width)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
-        out_HB = out.reshape(rows, -1).t().contiguous()
+        query = turned[:, : self.heads].mul(layer.scaling).reshape(rows, self.kv_heads, -1, width)
+        scores = query @ keys.transpose(2, 3)
+        if mask is not None:
+            scores.add_(mask)
+        out_HB = (scores.softmax(-1) @ values).reshape(rows, -1).t().contiguous()
         return layer.o(out_HB, self._wide(out_HB))
 
     def _wide(self, x: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """The embedded world that shows the whole of RLHF: requests, replies, a gold reward, annotators, a small model."""
 
-from keel.sandbox.annotators import TEMPERATURE, pairwise_ceiling, rank
+from keel.sandbox.annotators import TEMPERATURE, pairwise_accuracy, pairwise_ceiling, rank
 from keel.sandbox.gold import Gold, gold, gold_score
 from keel.sandbox.model import build_model
 from keel.sandbox.notes import note_words, transcript
@@ -18,6 +18,7 @@ __all__ = [
     "gold_score",
     "ideal_reply",
     "note_words",
+    "pairwise_accuracy",
     "pairwise_ceiling",
     "rank",
     "request_from_columns",

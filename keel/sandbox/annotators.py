@@ -19,10 +19,20 @@ def rank(golds: Sequence[float], temperature: float, rng: np.random.Generator) -
     return [int(index) for index in np.argsort(-noisy, kind="stable")]
 
 
-def pairwise_ceiling(gold_differences: Sequence[float] | np.ndarray, temperature: float) -> float:
+def pairwise_accuracy(gold_differences: Sequence[float], right: Sequence[float], temperature: float) -> float:
+    """How often a judge is to expect that annotators agree with it, over their noise.
+
+    gold_differences: of each pair, of its first reply to its second. right: 1 where the judge puts the first one
+    higher, 0 where the second, 1/2 for neither. The accuracy on one draw of their answers scatters about this.
+    """
+    chance = 1.0 / (1.0 + np.exp(-np.asarray(gold_differences, dtype=np.float64) / temperature))
+    sides = np.asarray(right, dtype=np.float64)
+    return float(np.mean(sides * chance + (1.0 - sides) * (1.0 - chance)))
+
+
+def pairwise_ceiling(gold_differences: Sequence[float], temperature: float) -> float:
     """The best expected accuracy of any judge on noisy pairs: mean of sigmoid(|difference| / temperature).
 
     A judge that always sides with the higher gold agrees with the annotators that often. Pairs of equal gold count 1/2.
     """
-    differences = np.abs(np.asarray(gold_differences, dtype=np.float64))
-    return float(np.mean(1.0 / (1.0 + np.exp(-differences / temperature))))
+    return pairwise_accuracy(gold_differences, [float(gap > 0) for gap in gold_differences], temperature)

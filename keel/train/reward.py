@@ -103,20 +103,26 @@ def accuracy(
     roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
 ) -> tuple[float, tuple[float, float]]:
     """Share of pairs in which the preferred response scores higher, and its interval; equal scores count half."""
+    hits = ordered(roles, groups, pad_id, micro_tokens)
+    return clustered_share([right_B.sum().item() for right_B in hits], [len(group.pairs) for group in groups])
+
+
+def ordered(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> list[Tensor]:
+    """Of each group, which pairs are scored as they were preferred: [pairs], 1, 0, or 1/2 where scores are equal."""
     workers = roles.workers("reward")
     parts = micro_groups(groups, micro_tokens, workers)
-    hits = [0.0] * len(groups)
+    found = [torch.empty(0)] * len(groups)
 
     @torch.inference_mode()
-    def right(part: list[int]) -> list[Tensor]:
+    def right(part: list[int]) -> Sequence[Tensor]:
         chosen_B, rejected_B = _score_pairs(roles, [groups[i] for i in part], pad_id)
         right_B = (chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()
-        return list(right_B.split([len(groups[i].pairs) for i in part]))
+        return right_B.split([len(groups[i].pairs) for i in part])
 
-    for part, found in zip(parts, side_by_side(right, parts, workers), strict=True):
-        for i, right_B in zip(part, found, strict=True):
-            hits[i] = right_B.sum().item()
-    return clustered_share(hits, [len(group.pairs) for group in groups])
+    for part, rights in zip(parts, side_by_side(right, parts, workers), strict=True):
+        for i, right_B in zip(part, rights, strict=True):
+            found[i] = right_B
+    return found
 
 
 def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:

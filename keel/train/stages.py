@@ -27,7 +27,7 @@ from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
 from keel.train.online import Learner, train_online
 from keel.train.profile import profile_of, profile_sentence
-from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
+from keel.train.reward import Comparisons, accuracy, normalise, ordered, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair
@@ -157,18 +157,32 @@ def reward_stage(
         "raw_mean": mean,
         "raw_sd": sd,
     }
-    return result | accuracy_ceiling(recipe, held)
+    if recipe.sandbox:
+        rights = ordered(roles, held_groups, encoder.pad_id, settings.micro_tokens)
+        reached = sandbox.pairwise_accuracy(
+            gold_gaps(held),
+            [share for right_B in rights for share in right_B.tolist()],
+            recipe.sandbox.annotator_temperature,
+        )
+        ceiling = accuracy_ceiling(recipe, held)["accuracy_ceiling"]
+        result |= {"accuracy_ceiling": ceiling, "accuracy_of_ceiling": reached / ceiling}
+    return result
+
+
+def gold_gaps(held: Sequence[Sequence[PreferencePair]]) -> list[float]:
+    """By how much gold is higher for the preferred reply of each pair."""
+    gaps: list[float] = []
+    for pairs in held:
+        golds = pairs[0].prompt.columns[world.GOLDS]
+        gaps += [golds[p.chosen] - golds[p.rejected] for p in pairs]
+    return gaps
 
 
 def accuracy_ceiling(recipe: Recipe, held: Sequence[Sequence[PreferencePair]]) -> dict[str, float]:
     """In the sandbox the best accuracy that any judge could expect on these pairs; nothing elsewhere."""
     if not recipe.sandbox:
         return {}
-    gaps: list[float] = []
-    for pairs in held:
-        golds = pairs[0].prompt.columns[world.GOLDS]
-        gaps += [golds[p.chosen] - golds[p.rejected] for p in pairs]
-    return {"accuracy_ceiling": sandbox.pairwise_ceiling(gaps, recipe.sandbox.annotator_temperature)}
+    return {"accuracy_ceiling": sandbox.pairwise_ceiling(gold_gaps(held), recipe.sandbox.annotator_temperature)}
 
 
 def compare(encoder: Encoder, pairs: Sequence[PreferencePair]) -> Comparisons:

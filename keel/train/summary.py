@@ -67,7 +67,7 @@ def _of_training(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "sft" in results:
         found["length_demonstrations"] = results["sft"]["length_demonstrations"]
     if "reward" in results:
-        for name in ("accuracy", "accuracy_interval", "accuracy_ceiling"):
+        for name in ("accuracy", "accuracy_interval", "accuracy_ceiling", "accuracy_of_ceiling"):
             if name in results["reward"]:
                 found[f"reward_model_{name}"] = results["reward"][name]
     if "preference" in results:
@@ -144,7 +144,12 @@ def _accuracy_note(s: Mapping[str, Any], name: str) -> str:
         return "a held-out thumb up above one down"
     low, high = s[f"{name}_accuracy_interval"]
     ceiling = s.get(f"{name}_accuracy_ceiling")
-    return f"95 % interval {low:.1%} to {high:.1%}" + (f"; best reachable {ceiling:.1%}" if ceiling else "")
+    share = s.get(f"{name}_accuracy_of_ceiling")
+    return (
+        f"95 % interval {low:.1%} to {high:.1%}"
+        + (f"; best reachable {ceiling:.1%}" if ceiling else "")
+        + (f", {share:.1%} of it reached" if share else "")
+    )
 
 
 def _best_rows(s: Mapping[str, Any], best: Mapping[str, Any]) -> list[list[str]]:

@@ -58,6 +58,7 @@ KEYS = {
     "eos_rate",
     "reward_model_accuracy",
     "reward_model_accuracy_ceiling",
+    "reward_model_accuracy_of_ceiling",
 }
 
 

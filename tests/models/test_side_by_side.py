@@ -88,13 +88,14 @@ def test_only_small_models_are_worked_on_side_by_side(threads):
         assert workers_for(torch.nn.Linear(5000, 5000), cpu) == 1
 
 
+@pytest.mark.parametrize("shortest", [2, 1], ids=["packed", "through a cache"])
 @pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_scores_of_a_group_are_those_of_whole_sequences_gradients_too(kind, tiny_model):
+def test_scores_of_a_group_are_those_of_whole_sequences_gradients_too(kind, shortest, tiny_model):
     """The prompt is passed once for all its responses; groups of several lengths of prompt in one batch."""
     roles = backbone(kind, tiny_model, ("reward", "reference"), ("reward",))
     groups = [list(group.sequences) for group in comparisons(4)]
     groups[1] = groups[1][:1]
-    groups[2] = [TokenSequence(groups[2][0].prompt_ids[:1], s.response_ids) for s in groups[2]]
+    groups[2] = [TokenSequence(groups[2][0].prompt_ids[:shortest], s.response_ids) for s in groups[2]]
     flat = [s for group in groups for s in group]
     ids, _, lengths = pad_sequences(flat, 0)
     found = []

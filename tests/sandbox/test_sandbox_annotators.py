@@ -5,13 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from keel.sandbox import pairwise_ceiling, rank
+from keel.sandbox import pairwise_accuracy, pairwise_ceiling, rank
 
 
 def test_ceiling_worked_by_hand() -> None:
     # sigmoid(0) = 1/2; sigmoid(ln 3) = 3/4; sigmoid(ln 9) = 9/10
     assert pairwise_ceiling([0.0, math.log(3), -math.log(9)], 1.0) == pytest.approx((0.5 + 0.75 + 0.9) / 3)
     assert pairwise_ceiling([2 * math.log(3)], 2.0) == pytest.approx(0.75)
+
+
+def test_expected_accuracy_by_hand():
+    """Right about 3 to 1, wrong about 1 to 9 (the first reply is the worse one), undecided about the third."""
+    gaps = [math.log(3), -math.log(9), math.log(4)]
+    assert pairwise_accuracy(gaps, [1, 1, 0.5], 1.0) == pytest.approx((0.75 + 0.1 + 0.5) / 3)
+    assert pairwise_accuracy(gaps, [0, 0, 1], 1.0) == pytest.approx((0.25 + 0.9 + 0.8) / 3)
 
 
 def test_little_noise_ranks_by_gold() -> None:
