@@ -29,6 +29,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from keel.models.places import Places, SharedPlaces
 
+WORTH_SHARING = 8
+"""Beginnings are shared where that saves one in so many tokens: attention then needs a mask."""
+
 
 class Product(NamedTuple):
     """A linear map with the LoRA adapter that is in force: x W^T + bias + scale (x A^T) B^T."""
@@ -261,11 +264,28 @@ def covers(model: PreTrainedModel) -> bool:
 def packed_hidden(model: PreTrainedModel, ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
     """Last hidden states of the tokens that are asked for, row by row: [M, H]. Padding must be on the right.
 
+    Rows that are alike up to the first token that is asked for, such as responses to one prompt, share that beginning.
     Asserts nothing about the model: `covers` says whether this is its function.
     """
-    places, needed_BS = Places.of(wanted_BS)
-    ids_N = ids_BS[wanted_BS.any(1), : places.width][needed_BS]
-    return _through(model, ids_N, places)
+    some_B = wanted_BS.any(1)
+    ids_BS, wanted_BS = ids_BS[some_B], wanted_BS[some_B]
+    starts_B = wanted_BS.int().argmax(1)
+    found: dict[bytes, int] = {}
+    of: list[int] = []
+    firsts: list[int] = []
+    for row, (ids_S, start) in enumerate(zip(ids_BS.numpy(), starts_B.tolist(), strict=True)):
+        of.append(found.setdefault(ids_S[:start].tobytes(), len(found)))
+        firsts += [row] if of[-1] == len(firsts) else []
+    saved = int(starts_B.sum() - starts_B[firsts].sum())
+    if saved * WORTH_SHARING < wanted_BS.numel() or not starts_B.all():
+        places, needed_BS = Places.of(wanted_BS)
+        return _through(model, ids_BS[:, : places.width][needed_BS], places)
+    beginnings = [ids_BS[row, : starts_B[row]] for row in firsts]
+    columns_BS = starts_B[:, None] + torch.arange(ids_BS.shape[1])
+    inside_BS = columns_BS < ids_BS.shape[1]
+    columns_BS = columns_BS.clamp_max(ids_BS.shape[1] - 1)
+    own_BS = wanted_BS.gather(1, columns_BS) & inside_BS
+    return shared_hidden(model, beginnings, torch.tensor(of), ids_BS.gather(1, columns_BS), own_BS)
 
 
 def shared_hidden(

@@ -265,8 +265,17 @@ def _each_part(
 ) -> Iterator[tuple[list[int], R]]:
     """Row numbers of each micro-batch with what `work` makes of them, without gradient."""
     workers = roles.workers(role)
-    parts = micro_batches([len(s) for s in sequences], micro_tokens, workers)
+    parts = micro_batches(lengths_with_kin(sequences), micro_tokens, workers)
     return zip(parts, side_by_side(torch.inference_mode()(work), parts, workers), strict=True)
+
+
+def lengths_with_kin(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Tokens of the longest sequence with the same prompt, for each: micro-batches by it keep such sequences together,
+    and the pass through the model shares their prompt."""
+    longest: dict[tuple[int, ...], int] = {}
+    for s in sequences:
+        longest[s.prompt_ids] = max(len(s), longest.get(s.prompt_ids, 0))
+    return [longest[s.prompt_ids] for s in sequences]
 
 
 def _response_places(sequences: Sequence[TokenSequence], width: int) -> Tensor:

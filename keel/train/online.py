@@ -26,7 +26,17 @@ from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
 from keel.errors import NumberError
 from keel.models.flops import products_of
-from keel.models.roles import Role, Roles, exact_kl_BT, logprobs_BT, micro_policy, micro_values, unpacked, values_BT
+from keel.models.roles import (
+    Role,
+    Roles,
+    exact_kl_BT,
+    lengths_with_kin,
+    logprobs_BT,
+    micro_policy,
+    micro_values,
+    unpacked,
+    values_BT,
+)
 from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
 from keel.rollout.engine import Engine, Sampling
@@ -359,7 +369,7 @@ def accumulate(
 
     def learn(role: Role, loss_of: Callable[[list[int]], tuple[Tensor, Any]]) -> list[Any]:
         workers = roles.workers(role)
-        parts = micro_batches([len(sequences[i]) for i in rows], ppo.micro_tokens, workers)
+        parts = micro_batches(lengths_with_kin([sequences[i] for i in rows]), ppo.micro_tokens, workers)
         return add_gradients(loss_of, parts, list(roles.parameters(role).values()), workers)
 
     totals: dict[str, float] = {}

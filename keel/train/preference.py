@@ -22,7 +22,7 @@ from keel.data.formats import ReadResult, read_prompts
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
 from keel.models.loading import load_encoder
-from keel.models.roles import Roles, micro_logprobs
+from keel.models.roles import Roles, lengths_with_kin, micro_logprobs
 from keel.models.side_by_side import add_gradients
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
@@ -55,7 +55,7 @@ def measured_B(
 ) -> Tensor:
     """`sums_B` without gradient, over any number of sequences: [B] on the CPU. `progress` is told how many are done."""
     out_B, done = torch.zeros(len(sequences)), 0
-    for rows in micro_batches([len(s) for s in sequences], micro_tokens):
+    for rows in micro_batches(lengths_with_kin(sequences), micro_tokens):
         out_B[rows] = sums_B(roles, [sequences[i] for i in rows], pad_id).cpu()
         done += len(rows)
         progress(done)

@@ -80,6 +80,21 @@ def test_equals_transformers(kind: str, lengths: list[int], what: str) -> None:
     compare(make(kind), torch.randint(0, 40, (5, S)), wanted(what, lengths))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_beginning_that_rows_share_is_passed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0, 2 and 4 begin alike for three tokens, row 3 with those of row 1 for two; rows 0 and 1 differ in one."""
+    ids, lengths = torch.randint(5, 40, (5, S)), torch.tensor([7, 9, 6, 9, 8])
+    ids[[0, 2, 4], :3], ids[[1, 3], :2] = torch.tensor([1, 2, 3]), torch.tensor([1, 4])
+    starts_B1, place = torch.tensor([3, 2, 3, 2, 3])[:, None], torch.arange(S)
+    mask = (place >= starts_B1) & (place < lengths[:, None] - 1)
+    mask[3, 4] = False  # a gap: tokens of a tool
+    passed: list[int] = []
+    through = decoder._through
+    monkeypatch.setattr(decoder, "_through", lambda m, ids_N, p: [passed.append(len(ids_N)), through(m, ids_N, p)][1])
+    compare(make(kind), ids, mask)
+    assert passed == [int((lengths - 1).sum()) - 2 * 3 - 2]
+
+
 @pytest.mark.parametrize("kind", ["llama, grouped", "qwen2, biases"])
 def test_equals_peft(kind: str) -> None:
     roles = SharedRoles(make(kind), ["policy", "critic", "reference"], ["policy", "critic"], 4, 8.0, 0)
