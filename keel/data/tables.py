@@ -159,7 +159,7 @@ def hub_rows(path: str, digest: "hashlib._Hash") -> Iterator[Row]:
             f"(OWNER/NAME[/CONFIG][:SPLIT]; here split {split or 'train'}). HF_HUB_OFFLINE=1 uses what is cached.",
         ) from None
     number = 0
-    tables: Iterator[Any] = data.iter(batch_size=BATCH)
+    tables: Any = data.iter(batch_size=BATCH)  # of pyarrow, which their type does not say
     for table in tables:
         for cells in table.to_pylist():
             number += 1
