@@ -67,7 +67,7 @@ def sft_stage(
         "sft",
         roles,
         "policy",
-        len(train),
+        [d.prompt for d in used[: len(train)]],
         plan,
         token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
@@ -129,10 +129,9 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
-    numbers = fit(
-        run, stage, "reward model", roles, "reward", len(train), plan, step, measure, [g.longest for g in groups]
-    )
-    asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
+    asked = [pairs[0].prompt for pairs in train]
+    numbers = fit(run, stage, "reward model", roles, "reward", asked, plan, step, measure, [g.longest for g in groups])
+    asked = [asked[i % len(asked)] for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
             asked,
