@@ -27,6 +27,9 @@ class ModelConfig(Section):
     """Of the frozen base and the computation; adapters, heads and log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first GPU where there is one, else the CPU."""
+    activation_checkpointing: bool = False
+    """Training passes keep each layer's input alone and compute the rest again: less memory, about a third more time
+    [arXiv:1604.06174]. The result is the same."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the prompt's text as it stands, to be continued."""
     max_prompt_tokens: Positive = 512

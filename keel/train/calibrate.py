@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from keel.config import PpoConfig, Recipe
 from keel.data.encode import Encoder, micro_batches
 from keel.models.flops import products_of
-from keel.models.loading import load_causal_lm, load_encoder
+from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, new_head
 from keel.models.shared import SharedRoles
@@ -216,13 +216,13 @@ def build_roles(recipe: Recipe, start: Path | str, device: torch.device) -> Role
     trained, frozen = ppo_roles(recipe)
     wanted: list[Role] = [r for r in ("policy", "critic", "reward", "reference") if r in (*trained, *frozen)]  # type: ignore[misc]
     trainable: list[Role] = [r for r in wanted if r in trained]
-    model = load_causal_lm(start, recipe.model.dtype, device)
+    model = load_to_train(start, recipe.model, device)
     if recipe.model.backbone == "shared":
         assert recipe.model.lora_rank and recipe.model.lora_alpha
         return SharedRoles(model, wanted, trainable, recipe.model.lora_rank, recipe.model.lora_alpha, recipe.seed)
     reward = None
     if "reward" in wanted:
-        other = load_causal_lm(start, recipe.model.dtype, device)
+        other = load_to_train(start, recipe.model, device)
         reward = other, new_head(other, "reward", recipe.seed)
     return SeparateRoles.build(model, wanted, trainable, recipe.seed, reward)
 

@@ -11,7 +11,7 @@ from keel.config import Recipe
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_preferences, read_prompts
 from keel.data.stream import batch_rows
-from keel.models.loading import load_causal_lm, load_encoder
+from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
@@ -54,7 +54,7 @@ def sft_stage(
     used = [read.records[i] for i in (*train_rows, *held_rows)]
     sequences = [encoder.sequence(d.prompt, d.response) for d in used]
     train, held = sequences[: len(train_rows)], sequences[len(train_rows) :]
-    model = load_causal_lm(start, recipe.model.dtype, run.device)
+    model = load_to_train(start, recipe.model, run.device)
     roles: Roles = (
         SeparateRoles({"policy": model}, {}, ["policy"])
         if sft.tuning == "full"
@@ -259,13 +259,13 @@ def build_policy(run: Run, start: Path | str) -> Roles:
     """The policy alone, for training; until its first step it is the model that it starts from."""
     if run.recipe.model.backbone == "separate":
         return _separate(run, start, ["policy"], None)
-    return _shared(run.recipe, load_causal_lm(start, run.recipe.model.dtype, run.device), ["policy"], ["policy"])
+    return _shared(run.recipe, load_to_train(start, run.recipe.model, run.device), ["policy"], ["policy"])
 
 
 def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:
     if run.recipe.model.backbone == "separate":
         return _separate(run, start, [*wanted, "reference"], reward_folder)
-    model = load_causal_lm(start, run.recipe.model.dtype, run.device)
+    model = load_to_train(start, run.recipe.model, run.device)
     trainable: list[Role] = [r for r in wanted if r in ("policy", "critic") or reward_folder is None]
     roles = _shared(run.recipe, model, [*wanted, "reference"], trainable)
     if reward_folder:
@@ -274,12 +274,17 @@ def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_fold
 
 
 def _separate(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:
-    dtype = run.recipe.model.dtype
-    reward = load_headed(load_causal_lm(reward_folder, dtype, run.device), reward_folder) if reward_folder else None
+    reward = (
+        load_headed(load_to_train(reward_folder, run.recipe.model, run.device), reward_folder)
+        if reward_folder
+        else None
+    )
     trainable: list[Role] = [
         r for r in wanted if r in ("policy", "critic") or (r == "reward" and reward_folder is None)
     ]
-    return SeparateRoles.build(load_causal_lm(start, dtype, run.device), wanted, trainable, run.recipe.seed, reward)
+    return SeparateRoles.build(
+        load_to_train(start, run.recipe.model, run.device), wanted, trainable, run.recipe.seed, reward
+    )
 
 
 def _shared(recipe: Recipe, model: Any, wanted: list[Role], trainable: list[Role]) -> SharedRoles:
