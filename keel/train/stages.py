@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from keel import sandbox
 from keel.config import Recipe
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_preferences, read_prompts
 from keel.data.stream import batch_rows
+from keel.evaluate.judge import judge_report
 from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
@@ -27,11 +29,13 @@ from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
 from keel.train.online import Learner, train_online
 from keel.train.profile import profile_of, profile_sentence
-from keel.train.reward import Comparisons, accuracy, normalise, ordered, pair_loss
+from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss, rights
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair
 
+WORST, WORST_PAIRS = "worst_pairs.jsonl", 20
+"""The held-out pairs whose preferred response the reward model puts furthest below the other."""
 NORMALISE_STEP = 1 << 41
 """Sampling step of the replies over which the reward model is normalised."""
 
@@ -114,11 +118,8 @@ def reward_stage(
     groups, held_groups = ([compare(encoder, pairs) for pairs in some] for some in (train, held))
     plan = Plan.of(settings, len(train))
 
-    found: dict[str, tuple[float, float]] = {}
-
-    def measure() -> dict[str, float]:
-        share, found["accuracy_interval"] = accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)
-        return {"heldout_accuracy": share}
+    def score_held_out() -> list[Tensor]:
+        return group_scores(roles, held_groups, encoder.pad_id, settings.micro_tokens)
 
     step = pair_loss(
         roles,
@@ -129,9 +130,20 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
-    numbers = fit(
-        run, stage, "reward model", roles, "reward", len(train), plan, step, measure, [g.longest for g in groups]
+    fit(
+        run,
+        stage,
+        "reward model",
+        roles,
+        "reward",
+        len(train),
+        plan,
+        step,
+        lambda: {"heldout_accuracy": accuracy(held_groups, score_held_out())[0]},
+        [g.longest for g in groups],
     )
+    scores = score_held_out()  # raw, as the loss sees them
+    share, interval = accuracy(held_groups, scores)
     asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
@@ -146,8 +158,9 @@ def reward_stage(
     roles.save_headed("reward", stage.model)
     save_tokenizer(encoder, stage.model)
     result: dict[str, Any] = {
-        "accuracy": numbers["heldout_accuracy"],
-        **found,
+        "accuracy": share,
+        "accuracy_interval": interval,
+        "report": judge(stage, held, held_groups, scores),
         "pairs": sum(map(len, train)),
         "prompts": len(train),
         "heldout_pairs": sum(map(len, held)),
@@ -158,15 +171,38 @@ def reward_stage(
         "raw_sd": sd,
     }
     if recipe.sandbox:
-        rights = ordered(roles, held_groups, encoder.pad_id, settings.micro_tokens)
-        reached = sandbox.pairwise_accuracy(
-            gold_gaps(held),
-            [share for right_B in rights for share in right_B.tolist()],
-            recipe.sandbox.annotator_temperature,
-        )
+        right = [x for group, scores_K in zip(held_groups, scores, strict=True) for x in rights(group, scores_K)]
+        reached = sandbox.pairwise_accuracy(gold_gaps(held), right, recipe.sandbox.annotator_temperature)
         ceiling = accuracy_ceiling(recipe, held)["accuracy_ceiling"]
         result |= {"accuracy_ceiling": ceiling, "accuracy_of_ceiling": reached / ceiling}
     return result
+
+
+def judge(
+    stage: StageFolder,
+    held: Sequence[Sequence[PreferencePair]],
+    groups: Sequence[Comparisons],
+    scores: Sequence[Tensor],
+) -> dict[str, Any]:
+    """What held-out pairs tell of a reward model (`evaluate.judge`); writes those it has most wrong into a file."""
+    raw = [scores_K.tolist() for scores_K in scores]
+    margins = [own[a] - own[b] for own, group in zip(raw, groups, strict=True) for a, b in group.pairs]
+    pairs = [pair for some in held for pair in some]
+    wrong = sorted((i for i, margin in enumerate(margins) if margin < 0), key=lambda i: margins[i])
+    world.write_lines(
+        stage.path / WORST,
+        (
+            {
+                "margin": margins[i],
+                "prompt": list(pairs[i].prompt.messages),
+                "preferred": pairs[i].chosen,
+                "other": pairs[i].rejected,
+            }
+            for i in wrong[:WORST_PAIRS]
+        ),
+    )
+    lengths = [[len(s.response_ids) for s in group.sequences] for group in groups]
+    return judge_report(raw, lengths, [group.pairs for group in groups])
 
 
 def gold_gaps(held: Sequence[Sequence[PreferencePair]]) -> list[float]:
