@@ -52,10 +52,11 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """A file, or several, to read rows from."""
+    """Files, folders or data sets to read rows from, one after the other."""
 
     path: list[str]
-    """Files: .jsonl, .json (also .gz), or text of one prompt a line. Relative to the current folder."""
+    """Files: .jsonl, .json, .csv, .tsv, .parquet, .arrow (also .gz), or text of one prompt a line; folders of them;
+    Hub ids (owner/name[/config][:split]). Relative to the current folder."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other people's column names: Keel's name -> the file's name, such as {prompt: query}."""
     first_words: Positive | None = None
