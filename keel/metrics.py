@@ -100,6 +100,7 @@ _ALL = [
     Metric("return_mean", "reward", "mean", "mean return per token"),
     Metric("warming", "0/1", "last", "1 while only the critic learns"),
     Metric("distinct", "share", "last", "distinct responses among those of the step"),
+    Metric("skipped_steps", "steps", "sum", "steps left out because a number was not finite; absent where none was"),
     *_profile(),
     # classic tasks
     Metric("environment_steps", "steps", "last", "steps of all environments since the start"),

@@ -27,5 +27,6 @@ def checked(scores_B: Tensor, rollouts: Rollouts, source: str) -> Tensor:
             f"response {rollouts.texts[row][:200]!r}",
             where=f"{source}, prompt {rollouts.prompts[row].source or row}",
             remedy="return a finite number for every response",
+            rows=bad,
         )
     return scores_B

@@ -91,6 +91,7 @@ class FunctionReward:
                 f"the reward function raised {_told(error)}",
                 where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
                 remedy=f"it was called with {', '.join(sorted(given))}",
+                rows=[b],
             ) from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
@@ -99,6 +100,7 @@ class FunctionReward:
                 f"the reward function returned {type(value).__name__}, not a number",
                 where=f"{self.name}, prompt {prompt.source or b}",
                 remedy="return one float per response",
+                rows=[b],
             )
         try:
             return float(value)

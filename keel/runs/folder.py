@@ -104,6 +104,7 @@ class StageFolder:
         self.samples = path / "samples.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.bad = path / "bad"
         self.model = path / "model"
         self._inputs = path / "inputs.json"
         self._done = path / "done.json"

@@ -1,7 +1,7 @@
 """What every stage of a run is given, and the start and end that all training loops share: resume, log, checkpoint."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -11,14 +11,19 @@ from torch.optim import Optimizer
 
 from keel import metrics as registry
 from keel.config import Recipe
-from keel.errors import Interrupted
+from keel.errors import Interrupted, StepError
 from keel.models.roles import Roles, checkpoint_tensors, restore_tensors
 from keel.runs import checkpoint
 from keel.runs.console import Console, Task
+from keel.runs.files import write_json
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import JsonLines
 from keel.runs.state import flatten_optimizer, restore_optimizer
+from keel.train.numbers import damaged_weights
+
+SHOWN_ROWS = 4
+"""Rows that an error names."""
 
 
 @dataclass
@@ -75,12 +80,13 @@ class Session:
             JsonLines(p) for p in (self.stage.metrics, self.stage.samples, self.stage.events)
         )
         self.saved, self.save_seconds = -1, 0.0
+        self.state.setdefault("skipped", 0)
         found = checkpoint.load_latest(self.stage.checkpoints)
         if found:
             self._restore(found)
         for log in (self.metrics, self.samples, self.events):
             log.cut(self.step)
-        self.began = time.monotonic()
+        self.began, self._told_skips = time.monotonic(), self.state["skipped"]
 
     def _restore(self, found: checkpoint.Checkpoint) -> None:
         restore_tensors(
@@ -101,10 +107,43 @@ class Session:
         if self.save_seconds:
             values = {**values, "seconds_save": self.save_seconds}
             self.save_seconds = 0.0
+        if self.state["skipped"] > self._told_skips:
+            values = {**values, "skipped_steps": self.state["skipped"] - self._told_skips}
+            self._told_skips = self.state["skipped"]
         registry.check(set(values))
         plain = {name: float(value) for name, value in values.items()}
         self.metrics.append({"step": self.step, **plain})
         return plain
+
+    def bad_step(self, error: StepError, batch: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the batch of a step that cannot be taken. Returns where the step may be left out; else raises the
+        error: the recipe's bound is reached, or leaving it out would not help (a weight itself is damaged).
+
+        batch: the rows, each with its number as `row` and its place as `source`.
+        """
+        damaged = damaged_weights(self.roles)
+        if damaged:
+            error.what += f"; the weight {damaged[0]} is not finite" + f", nor are {len(damaged) - 1} more" * (
+                len(damaged) > 1
+            )
+        skipped, allowed = self.state["skipped"] + 1, self.run.recipe.skip_bad_steps
+        skip = skipped <= allowed and not error.final and not damaged
+        at_fault = set(error.rows)
+        record = {"what": error.what, "where": error.where, "skipped": skip, "rows": sorted(at_fault)}
+        file = self.stage.bad / f"step-{self.step + 1}-{skipped}.json"
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, {**record, "batch": [{**row, "bad": row["row"] in at_fault} for row in batch]})
+        self.events.append({"step": self.step + 1, "event": "bad_step", **record, "file": file.name})
+        named = [f"row {row['row']} ({row['source'] or 'no source'})" for row in batch if row["row"] in at_fault]
+        shown = ", ".join(named[:SHOWN_ROWS]) + f" and {len(named) - SHOWN_ROWS} more" * (len(named) > SHOWN_ROWS)
+        error.where = "; ".join(filter(None, (error.where, shown)))
+        if skip:
+            self.state["skipped"] = skipped
+            self.run.console.line(f"left out, {skipped} of at most {allowed}: {error.what} ({error.where})", "yellow")
+            return
+        hint = "" if error.final or damaged else f"; --skip-bad-steps {skipped} leaves this step out"
+        error.remedy = "; ".join(filter(None, (f"the batch is in {file}{hint}", error.remedy)))
+        raise error
 
     def end_step(self, last: bool) -> None:
         """Saves when it is time, and raises Interrupted after saving when the user asked to stop."""

@@ -71,7 +71,7 @@ def sft_stage(
         "sft",
         roles,
         "policy",
-        len(train),
+        [d.prompt for d in used[: len(train)]],
         plan,
         token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
@@ -130,13 +130,14 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
+    asked = [pairs[0].prompt for pairs in train]
     fit(
         run,
         stage,
         "reward model",
         roles,
         "reward",
-        len(train),
+        asked,
         plan,
         step,
         lambda: {"heldout_accuracy": accuracy(held_groups, score_held_out())[0]},
@@ -144,7 +145,7 @@ def reward_stage(
     )
     scores = score_held_out()  # raw, as the loss sees them
     share, interval = accuracy(held_groups, scores)
-    asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
+    asked = [asked[i % len(asked)] for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
             asked,
