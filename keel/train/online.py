@@ -411,7 +411,7 @@ def accumulate(
         return _finite(loss, "critic", where), loss.item()
 
     losses: dict[str, Callable[[list[int]], tuple[Tensor, Any]]] = {"policy": policy_loss, "critic": critic_loss}
-    taught = [role for role in ROLES_TRAINED if role in learners]
+    taught: list[Role] = [role for role in ROLES_TRAINED if role in learners]
     workers = min(roles.workers(role) for role in taught)
     # Where cores work side by side, each takes a role rather than a piece of both: fewer and larger operations.
     lengths = lengths_with_kin([sequences[i] for i in rows])
