@@ -17,12 +17,14 @@ A worked example, two prompts with one response each, EOS = 2, padding = 0:
     sequence of row 0     5 6 7 11 12 2                   token 11's log-prob comes from the hidden state at token 7
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # files are read, and shown by `keel inspect`, without torch
+    from torch import Tensor
 
 Finish = Literal["stop", "length"]
 """Why a response ended: the model chose an end token, or it ran into the limit."""
@@ -114,14 +116,16 @@ class Rollouts:
         """Tokens per response, end token included (int64)."""
         return self.response_mask_BT.sum(1)
 
-    def sequences(self) -> list["TokenSequence"]:
+    def sequences(self) -> list[TokenSequence]:
         """Each row as ids of prompt and response."""
         lengths = self.lengths_B.tolist()
         rows = self.response_ids_BT.tolist()
         return [TokenSequence(p, tuple(r[:n])) for p, r, n in zip(self.prompt_ids, rows, lengths, strict=True)]
 
-    def select(self, rows: Sequence[int]) -> "Rollouts":
+    def select(self, rows: Sequence[int]) -> Rollouts:
         """The given rows, in that order, T cut to the longest of them."""
+        import torch
+
         index = torch.as_tensor(rows, dtype=torch.long)
         width = max(1, int(self.lengths_B[index].max()))
         return Rollouts(

@@ -27,6 +27,9 @@ class ModelConfig(Section):
     """Of the frozen base and the computation; adapters, heads and log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first GPU where there is one, else the CPU."""
+    activation_checkpointing: bool = False
+    """Training passes keep each layer's input alone and compute the rest again: less memory, about a third more time
+    [arXiv:1604.06174]. The result is the same."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the prompt's text as it stands, to be continued."""
     max_prompt_tokens: Positive = 512
@@ -49,10 +52,11 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """A file, or several, to read rows from."""
+    """Files, folders or data sets to read rows from, one after the other."""
 
     path: list[str]
-    """Files: .jsonl, .json (also .gz), or text of one prompt a line. Relative to the current folder."""
+    """Files: .jsonl, .json, .csv, .tsv, .parquet, .arrow (also .gz), or text of one prompt a line; folders of them;
+    Hub ids (owner/name[/config][:split]). Relative to the current folder."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other people's column names: Keel's name -> the file's name, such as {prompt: query}."""
     first_words: Positive | None = None

@@ -1,10 +1,12 @@
 """One row under Keel's field names: which shape it has, its texts and messages, and what to say when it has none."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.data.files import Row
+from keel.data.rows import Row
 from keel.errors import DataError
 
 Shape = tuple[str, ...]
@@ -18,6 +20,23 @@ OPTIONAL = "input"
 
 ROLES = {"human": "user", "gpt": "assistant", **{name: name for name in ("system", "user", "assistant", "tool")}}
 """Names of speakers in files, and ours."""
+
+LISTS = ("messages", "conversations", "ranking")
+"""Fields that hold a list; where a table or a careless writer made a text of it, the text is read as JSON."""
+
+OTHERS_SAY = {
+    "prompt": ("query", "question", "instruction", "request", "context", "input"),
+    "completion": ("answer", "response", "reply", "output", "target", "summary"),
+    "chosen": ("prefer", "winner", "better", "good", "accepted", "positive"),
+    "rejected": ("loser", "worse", "bad", "dispreferred", "negative"),
+    "label": ("thumb", "tag", "rating", "liked", "feedback"),
+    "messages": ("conversation", "dialog", "chat", "turns"),
+    "preference": ("winner", "choice", "better", "label"),
+}
+"""Words in other people's column names that tell which field of ours it is."""
+
+SHOWN = 12
+"""Columns that an error lists."""
 
 
 @dataclass
@@ -47,10 +66,22 @@ class View:
         Raises:
             DataError: it is neither text nor messages.
         """
-        value = self.fields[name]
+        value = self._listed(name)
         if isinstance(value, str):
             value = {"role": speaker, "content": value}
         return [self._turn(name, message) for message in (value if isinstance(value, list) else [value])]
+
+    def _listed(self, name: str) -> Any:
+        value = self.fields[name]
+        if name in LISTS and isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                return json.loads(value)
+            except (ValueError, RecursionError):
+                raise self.refuse(
+                    f"'{name}' is text that begins as a list and is no JSON.",
+                    'Write it as JSON, with "double" quotation marks, as in [{"role": "user", "content": "Hi"}].',
+                ) from None
+        return value
 
     def _turn(self, name: str, message: Any) -> Turn:
         if not isinstance(message, dict):
@@ -104,7 +135,7 @@ class View:
         Raises:
             DataError: it holds anything else.
         """
-        value = self.fields[name]
+        value = self._listed(name)
         remedy = 'Write a list in every row, as in ["the best", "the second", "the worst"].'
         if not isinstance(value, list):
             raise self.refuse(f"'{name}' holds {kind_of(value)}; expected a list of replies, the best first.", remedy)
@@ -116,49 +147,72 @@ class View:
         return [turn["content"] for turn in turns]
 
 
+def known_fields(shapes: tuple[Shape, ...]) -> list[str]:
+    """Every field name of ours that the shapes speak of."""
+    return [*dict.fromkeys(name for shape in shapes for name in shape), OPTIONAL]
+
+
 def view_row(row: Row, names: Mapping[str, str], shapes: tuple[Shape, ...], kind: str) -> View:
-    """The row under our names, with the first of the shapes that it has.
+    """The row under our names, with the first of the shapes that it has; none of them where it has none.
 
     Raises:
-        DataError: it has none of them, or `names` speaks of a column that it has not.
+        DataError: `names` speaks of a column that it has not.
     """
-    known = [*dict.fromkeys(name for shape in shapes for name in shape), OPTIONAL]
     cells = {name: value for name, value in row.cells.items() if value is not None}
-    fields = {name: cells[names.get(name, name)] for name in known if names.get(name, name) in cells}
+    fields = {name: cells[names.get(name, name)] for name in known_fields(shapes) if names.get(name, name) in cells}
     view = View(row, names, fields)
     absent = [column for column in names.values() if column not in row.cells]
     if absent:
-        raise missing_fields(view, shapes, kind, f"There is no column '{absent[0]}', which `columns` names. ")
-    for shape in shapes:
-        if all(name in fields for name in shape):
-            view.shape = shape
-            return view
-    raise missing_fields(view, shapes, kind)
+        what = f"There is no column '{absent[0]}', which `columns` names. "
+        raise missing_fields(view, shapes, kind, what=what)
+    view.shape = next((shape for shape in shapes if all(name in fields for name in shape)), ())
+    return view
 
 
-def missing_fields(view: View, shapes: tuple[Shape, ...], kind: str, what: str = "") -> DataError:
+def missing_fields(view: View, shapes: tuple[Shape, ...], kind: str, *, what: str = "", hint: str = "") -> DataError:
     """The error of a row without the needed fields: found, expected, and the mapping to write for the nearest shape."""
     cells = view.row.cells
-    found = ", ".join(f"{name} ({kind_of(value)})" for name, value in cells.items()) or "no field"
+    found = ", ".join(f"{_short(name)} ({kind_of(value)})" for name, value in list(cells.items())[:SHOWN]) or "no field"
+    more = f" and {len(cells) - SHOWN} more" if len(cells) > SHOWN else ""
     expected = ", or ".join(" + ".join(shape) for shape in shapes)
     nearest = max(shapes, key=lambda shape: sum(name in view.fields for name in shape))
+    missing = [name for name in nearest if name not in view.fields]
+    null = [name for name in missing if view.names.get(name, name) in cells]
+    if null:
+        remedy = f"'{view.names.get(null[0], null[0])}' is null here: give it a value in every row, or take the row out"
+    else:
+        remedy = f"Say which column is which, for example  columns: {{{_mapping(view, nearest, missing)}}}"
+    return view.refuse(f"{what}A {kind} has {expected}; found {found}{more}.{hint}", remedy)
+
+
+def _mapping(view: View, shape: Shape, missing: list[str]) -> str:
+    """What to write as `columns` for a shape, the missing names guessed: surest first, each column once."""
+    cells = view.row.cells
     taken = {view.names.get(name, name) for name in view.fields}
     free = [name for name in cells if name not in taken]
     free.sort(key=lambda name: not isinstance(cells[name], str | list | dict))  # texts before numbers and nulls
     mapping = {name: column for name, column in view.names.items() if column in cells}
-    missing = [name for name in nearest if name not in view.fields]
-    for name in sorted(missing, key=lambda name: not any(name in column for column in free)):  # sure guesses first
-        column = next((column for column in free if name in column), free[0] if free else "YOUR_COLUMN")
+    for name in sorted(missing, key=lambda name: not any(_means(column, name) for column in free)):
+        column = next((column for column in free if _means(column, name)), free[0] if free else "YOUR_COLUMN")
         mapping[name] = column
         free = [other for other in free if other != column]
-    written = ", ".join(f"{name}: {mapping[name]}" for name in nearest if name in mapping)
-    return view.refuse(
-        f"{what}A {kind} has {expected}; found {found}.",
-        f"Say which column is which, for example  columns: {{{written}}}",
-    )
+    return ", ".join(f"{name}: {_quoted(mapping[name])}" for name in shape if name in mapping)
+
+
+def _means(column: str, name: str) -> bool:
+    return any(word in column.lower() for word in (name, *OTHERS_SAY.get(name, ())))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else name[:40] + "..."
+
+
+def _quoted(name: str) -> str:
+    """A column's name as it stands in YAML."""
+    return name if re.fullmatch(r"[^\W\d]\w*( \w+)*", name) else json.dumps(name, ensure_ascii=False)
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in a word."""
+    """What a value is, in a word."""
     kinds = {str: "text", bool: "true/false", int: "number", float: "number", list: "list", dict: "object"}
-    return kinds.get(type(value), "null")
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

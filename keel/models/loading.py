@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from keel.config import ModelConfig
@@ -86,6 +87,31 @@ def load_size(path: str | Path) -> Size:
             where=str(path),
             remedy=A_MODEL,
         ) from None
+
+
+def load_to_train(path: str | Path, settings: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """`load_causal_lm` as a recipe wants the model for its passes. Raises ModelError."""
+    model = load_causal_lm(path, settings.dtype, device)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    return model
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Has training passes keep each layer's input alone and compute the rest again for the backward pass
+    [Chen et al. 2016, arXiv:1604.06174]: memory of one layer instead of all, for a third more time.
+
+    Raises ModelError where the architecture has no such layers.
+    """
+    try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(
+            str(error), where="model.activation_checkpointing", remedy="leave it out, and lower micro_tokens"
+        ) from None
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # transformers asks for it; what is in the layer stays as it was, without dropout
 
 
 def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:

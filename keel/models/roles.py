@@ -138,6 +138,9 @@ def micro_group_scores(
     """
     model = roles.model(role)
     of_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+    if not covers(model) and model.is_activation_checkpointing:  # which transformers does without a cache
+        ids_BS, _, lengths_B = pad_sequences([s for group in groups for s in group], pad_id)
+        return micro_scores(roles, ids_BS.to(roles.device), lengths_B, role)
     if not covers(model) or any(len(group[0].prompt_ids) < 2 for group in groups):
         return roles.head(role)(_cached_hidden(model, groups, of_B, pad_id))
     # The prompt's last token stands with the responses: something must begin the row of an empty one.

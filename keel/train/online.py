@@ -427,22 +427,27 @@ def accumulate(
         loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
         return _finite(loss, "critic", where), loss.item()
 
-    def learn(role: Role, loss_of: Callable[[list[int]], tuple[Tensor, Any]]) -> list[Any]:
-        workers = roles.workers(role)
-        parts = micro_batches(lengths_with_kin([sequences[i] for i in rows]), ppo.micro_tokens, workers)
-        return add_gradients(loss_of, parts, list(roles.parameters(role).values()), workers)
+    losses: dict[str, Callable[[list[int]], tuple[Tensor, Any]]] = {"policy": policy_loss, "critic": critic_loss}
+    taught: list[Role] = [role for role in ROLES_TRAINED if role in learners]
+    workers = min(roles.workers(role) for role in taught)
+    # Where cores work side by side, each takes a role rather than a piece of both: fewer and larger operations.
+    lengths = lengths_with_kin([sequences[i] for i in rows])
+    parts = micro_batches(lengths, ppo.micro_tokens, max(1, workers // len(taught)))
+    jobs = [(role, part) for role in taught for part in parts]
+    parameters = [parameter for role in taught for parameter in roles.parameters(role).values()]
+    found = add_gradients(lambda job: losses[job[0]](job[1]), jobs, parameters, workers)
+    told = {role: [what for (own, _), what in zip(jobs, found, strict=True) if own == role] for role in taught}
 
     totals: dict[str, float] = {}
-    if "policy" in learners:
-        found = learn("policy", policy_loss)
-        largest = max(metrics.pop("log_ratio_abs_max") for metrics in found)
-        loss = sum(metrics.pop("policy_loss") for metrics in found)
+    if "policy" in told:
+        largest = max(metrics.pop("log_ratio_abs_max") for metrics in told["policy"])
+        loss = sum(metrics.pop("policy_loss") for metrics in told["policy"])
         sums = Counter[str]()
-        for metrics in found:
+        for metrics in told["policy"]:
             sums.update(metrics)
         totals = {"policy_loss": loss, "log_ratio_abs_max": largest, **{name: n / tokens for name, n in sums.items()}}
-    if "critic" in learners:
-        totals["value_loss"] = sum(learn("critic", critic_loss))
+    if "critic" in told:
+        totals["value_loss"] = sum(told["critic"])
     return totals
 
 

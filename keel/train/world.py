@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel import sandbox
 from keel.config import PreferenceConfig, Recipe, RewardConfig
-from keel.data.formats import RANKING
+from keel.data.records import RANKING
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
 from keel.rollout.engine import Engine, Sampling

@@ -366,10 +366,16 @@ class TestColumns:
                 "{prompt: question, completion: answer}",
             ),
             (
+                read_preferences,
+                {"response": "a", "score": 1, "user query": "q", "2nd answer": "b", "worse": "c"},
+                "found response (text), score (number), user query (text), 2nd answer (text), worse (text)",
+                "{prompt: user query, chosen: response, rejected: worse}",
+            ),
+            (
                 read_demonstrations,
-                {"prompt": "q", "completion": None},
-                "found prompt (text), completion (null)",
-                "{completion: completion}",
+                {"2nd answer": "a", "1: query": "q"},
+                "found 2nd answer (text), 1: query (text)",
+                '{prompt: "1: query", completion: "2nd answer"}',
             ),
             (read_demonstrations, {"prompt": "q"}, "found prompt (text)", "{completion: YOUR_COLUMN}"),
             (read_prompts, {"text": "q"}, "found text (text)", "{prompt: text}"),
@@ -383,6 +389,21 @@ class TestColumns:
         assert found in caught.value.what and " has prompt" in caught.value.what
         assert caught.value.where == f"{path}:1"
         assert caught.value.remedy.endswith(f"columns: {mapping}")
+
+    def test_a_field_that_is_null_needs_a_value_and_no_mapping(self, write: Write):
+        with pytest.raises(DataError, match=r"completion \(null\)") as caught:
+            read_demonstrations(write([{"prompt": "q", "completion": None}]))
+        assert "'completion' is null here" in caught.value.remedy and "columns" not in caught.value.remedy
+
+    def test_a_row_of_another_kind_says_which(self, write: Write):
+        with pytest.raises(DataError, match=r"the row is a thumb, which preference\.data with loss kto takes"):
+            read_preferences(write([{"messages": [U, R], "label": True}]))
+        with pytest.raises(DataError, match="the row is a preference pair"):
+            read_demonstrations(write([{"chosen": [U, R], "rejected": [U, R]}]))
+
+    def test_of_many_columns_the_first_are_shown(self, write: Write):
+        with pytest.raises(DataError, match=r"c11 \(number\) and 28 more\."):
+            read_prompts(write([{f"c{number}": number for number in range(40)}]))
 
     def test_a_column_that_is_not_there(self, write: Write):
         path = write([{"query": "ask", "reply": "yes"}])
@@ -449,7 +470,7 @@ class TestFiles:
             ("a.jsonl.gz", b"", "is empty", ""),
             ("a.jsonl", JSONL + b'{"prompt": "caf\xe9"}\n', "Not UTF-8: byte 0xe9", ":4, byte 54"),
             ("a.jsonl", b"\xef\xbb\xbf" + JSONL + b'"\xe9"', "Not UTF-8: byte 0xe9", ":4, byte 43"),
-            ("a.jsonl", '{"é": 1}\n{"é": oops}\n'.encode(), "Not JSON", ":2, byte 17"),
+            ("a.jsonl", '{"é": 1, "prompt": "a"}\n{"é": oops}\n'.encode(), "Not JSON", ":2, byte 32"),
             ("a.jsonl", b'{"prompt": "cut', "Not JSON", ":1, byte 11"),
             ("a.jsonl", b"[1]\n", "not an object", ":1"),
             ("a.jsonl", b"[" * 100_000, "Not usable JSON", ":1, byte 0"),
@@ -459,8 +480,18 @@ class TestFiles:
             ("a.json", b'{"prompt": "ask"}', "no list", ""),
             ("a.json", b'[{"prompt": "ask"}, 3]', "not an object", ":row 2"),
             ("a.txt", b"\xff\xfea\0s\0k\0", "not text", ""),
-            ("a.csv", b"prompt\nask\n", "'.csv' files are not read", ""),
-            ("a.parquet", b"PAR1", "'.parquet' files are not read", ""),
+            ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', "the name 'prompt' twice", ":1, byte 0"),
+            ("a.jsonl", b'{"prompt": "a\rb"}', "Invalid control character", ":1, byte 13"),
+            ("a.xlsx", b"PK", "'.xlsx' files are not read", ""),
+            ("a.parquet", b"PAR1", "cannot be read after row 0", ""),
+            ("a.arrow", b"", "cannot be read after row 0", ""),
+            ("a.csv", b"prompt,n\nask\n", "1 cells, but the first row names 2", ":2"),
+            ("a.csv", b"prompt,n\n\nask, me,1\n", "3 cells, but the first row names 2", ":3"),
+            ("a.csv", b'prompt,n\nask,1\n"ask\nme', "Not CSV: unexpected end of data", ":3"),
+            ("a.csv", b'prompt,n\nask,1\n"a"b,1', "Not CSV", ":3"),
+            ("a.csv", b"prompt,prompt\na,b\n", "Two columns are called 'prompt'", ":1"),
+            ("a.csv", b"prompt\ncaf\xe9\n", "Not UTF-8: byte 0xe9", ":2, byte 10"),
+            ("a.csv", b"prompt\n", "is empty", ""),
             ("a.jsonl", b'{"prompt": 7}', "'prompt' holds number", ":1"),
             ("a.jsonl", b'{"prompt": [{"role": "owl", "content": "hu"}]}', "role 'owl'", ":1"),
             ("a.jsonl", b'{"prompt": [{"role": "user", "content": []}]}', "content of kind list", ":1"),
@@ -485,8 +516,6 @@ class TestFiles:
         with pytest.raises(DataError, match="no such file") as caught:
             read(str(tmp_path / "none.jsonl"))
         assert caught.value.where.endswith("none.jsonl")
-        with pytest.raises(DataError, match="a folder"):
-            read(str(tmp_path))
         with pytest.raises(DataError, match="No file is given"):
             read([])
 

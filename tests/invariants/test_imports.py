@@ -36,7 +36,7 @@ ALONE = {"algo", "types", "config", "errors", "metrics", "__init__"}
 NO_TORCH = {"config", "errors", "metrics", "diagnose", "web", "__init__"}
 """Parts that never import torch, not even within a function."""
 TORCH_BRINGERS = {"torch", "transformers", "peft", "datasets", "safetensors", "accelerate"}
-LOADS_NO_TORCH = ("errors", "config", "recipe", "metrics", "classic.config", "cli")
+LOADS_NO_TORCH = ("errors", "config", "recipe", "metrics", "classic.config", "data.formats", "cli")
 """Modules whose import loads no torch, so that help and refusals answer at once."""
 
 
