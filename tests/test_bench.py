@@ -30,7 +30,10 @@ def test_best_of_n_is_judged_by_its_best_responses():
     summary = {
         "seconds_by_stage": {"base": 50, "reward": 60, "eval": 5},
         "peak_rss_bytes": 7,
-        **{"gold_sft": 2.0, "gold_best": 5.0, "length_sft": 28.0, "kl_per_response": 0.0},
+        "gold_sft": 2.0,
+        "gold_best": 5.0,
+        "length_sft": 28.0,
+        "kl_per_response": 0.0,
         "best_of": {
             "gold": {"after": 4.5, "win_rate": 0.9},
             "kl_per_response": 1.8,
