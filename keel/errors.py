@@ -71,6 +71,7 @@ class NumberError(StepError):
 
 
 class Interrupted(KeelError):
-    """The user or the system asked the run to stop; the last step is saved."""
+    """The user or the system asked the run to stop; the last step is saved. exit_code: 128 + the signal's number, as
+    shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
 
     exit_code = 130

@@ -24,7 +24,7 @@ from keel.algo.value_loss import explained_variance, popart, value_loss
 from keel.config import GROUPED, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
-from keel.errors import NumberError, StepError
+from keel.errors import NumberError, RewardError, StepError
 from keel.models.flops import products_of
 from keel.models.roles import (
     Role,
@@ -41,6 +41,7 @@ from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
 from keel.rollout.engine import Engine, Sampling
 from keel.rollout.local import LocalEngine
+from keel.runs.files import not_finite
 from keel.runs.folder import StageFolder
 from keel.train.choices import Before, Now, advantages, policy_objective
 from keel.train.context import Run, Session
@@ -102,7 +103,7 @@ def train_online(
         assert ppo.critic.learning_rate
         peaks["critic"] = ppo.critic.learning_rate
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
-    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
+    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo), best=ppo.keep_best)
     state, each = session.state, ppo.responses_per_prompt
     engine = LocalEngine(roles, encoder)
     products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
@@ -122,11 +123,14 @@ def train_online(
             kept: list[int] = []
             experience: Experience | None = None
             try:
-                scored = score_rollouts(learner, reward, sampled, step, state)
+                scored = score_rollouts(learner, reward, sampled, state)
                 seen = rollout_metrics(rollouts, scored.given_B, gold, each)
                 clock.lap("score")
-                kept = kept_rows(rollouts, ppo)
+                kept = kept_rows(rollouts, ppo, scored.scored)
                 seen["dropped"] = len(rollouts) - len(kept)
+                if scored.failed:
+                    seen["unscored"] = len(rollouts) - len(scored.scored)
+                    session.unscored(scored.failed)
                 if kept:
                     experience, metrics = make_experience(
                         learner,
@@ -178,11 +182,14 @@ def train_online(
 @dataclass(frozen=True)
 class Scored:
     """Scores of a step. given_B: as the reward gave it; scores_B: as it is trained on; greedy_B: likewise, of the
-    likeliest response to each row's prompt (remax)."""
+    likeliest response to each row's prompt (remax). NaN where the reward failed on a response. scored: the other rows.
+    failed: why."""
 
     given_B: Tensor
     scores_B: Tensor
     greedy_B: Tensor | None
+    scored: frozenset[int]
+    failed: list[RewardError]
 
 
 def sample(learner: Learner, engine: Engine, chosen: Sequence[Prompt], step: int, clock: Clock) -> list[Rollouts]:
@@ -198,21 +205,28 @@ def sample(learner: Learner, engine: Engine, chosen: Sequence[Prompt], step: int
     return sampled
 
 
-def score_rollouts(
-    learner: Learner, reward: Reward, sampled: Sequence[Rollouts], step: int, state: dict[str, Any]
-) -> Scored:
+def score_rollouts(learner: Learner, reward: Reward, sampled: Sequence[Rollouts], state: dict[str, Any]) -> Scored:
     """Scores of what `sample` gave. Moves `score_moments` in the state where scores are normalised. Raises NumberError
     where the sampler's log-probabilities are not finite."""
     ppo, (rollouts, *likeliest) = learner.ppo, sampled
     parts = {"the sampler's log-probability": rollouts.sampler_logprobs_BT}
     check_rows(parts, rollouts.response_mask_BT, "")
     given_B = reward.score(rollouts)
+    known_B = torch.isfinite(given_B)
     if ppo.normalise_scores:
-        state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(given_B))
+        state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(given_B[known_B]))
     known, greedy_B = _moments(state, "score"), None
+    failed = dict(reward.failed)
     for one in likeliest:
-        greedy_B = trained_scores(reward.score(one), one, ppo, known).repeat_interleave(ppo.responses_per_prompt)
-    return Scored(given_B, trained_scores(given_B, rollouts, ppo, known), greedy_B)
+        try:
+            greedy_B = trained_scores(reward.score(one), one, ppo, known).repeat_interleave(ppo.responses_per_prompt)
+        except StepError as error:
+            error.rows = [p * ppo.responses_per_prompt for p in error.rows]
+            raise
+        known_B &= torch.isfinite(greedy_B)
+        failed |= reward.failed
+    scored = frozenset(known_B.nonzero().flatten().tolist())
+    return Scored(given_B, trained_scores(given_B, rollouts, ppo, known), greedy_B, scored, list(failed.values()))
 
 
 def make_experience(
@@ -333,6 +347,8 @@ def update(
             where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
             try:
                 metrics = accumulate(learner, experience, rows, state, optimizers.keys(), where)
+                if bad := not_finite(metrics):
+                    raise NumberError(f"{bad} is not finite; no weight was changed", where=where)
                 largest = metrics.pop("log_ratio_abs_max", None)
                 # Not before the first step: there the policy is the old one, and all that is measured is rounding.
                 if done and ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
@@ -344,7 +360,8 @@ def update(
                 for role, norm in guarded_step(optimizers, bounds, where).items():
                     metrics[f"{role}_grad_norm"] = norm
             except NumberError as error:
-                error.rows = _rows_at_fault(learner, experience, rows, state, optimizers.keys())
+                if not error.final:
+                    error.rows = _rows_at_fault(learner, experience, rows, state, optimizers.keys())
                 bad_step(error, told_rollouts(experience.rollouts, rows, experience.scores_B))
                 continue
             if largest is not None and not done:
@@ -434,12 +451,12 @@ def accumulate(
     return totals
 
 
-def kept_rows(rollouts: Rollouts, ppo: PpoConfig) -> list[int]:
-    """Rows that are trained on. With `truncated: drop` those that ended by themselves; where a response is compared
-    with others to its prompt, one whose others were all dropped goes too."""
-    if ppo.truncated != "drop":
-        return list(range(len(rollouts)))
-    kept = [b for b, finish in enumerate(rollouts.finish) if finish == "stop"]
+def kept_rows(rollouts: Rollouts, ppo: PpoConfig, scored: Collection[int]) -> list[int]:
+    """Rows that are trained on: those that have a score, and with `truncated: drop` ended by themselves; where a
+    response is compared with others to its prompt, one whose others were all left out goes too."""
+    kept = [b for b in range(len(rollouts)) if b in scored]
+    if ppo.truncated == "drop":
+        kept = [b for b in kept if rollouts.finish[b] == "stop"]
     groups = Counter(b // ppo.responses_per_prompt for b in kept)
     alone = ppo.advantage in GROUPED
     return [b for b in kept if not alone or groups[b // ppo.responses_per_prompt] > 1]

@@ -18,8 +18,8 @@ from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
 from keel.rewards.base import Reward
-from keel.rewards.functions import FunctionReward
 from keel.rewards.learned import LearnedReward
+from keel.rewards.named import reward_named
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
@@ -249,9 +249,7 @@ def ppo_stage(
     )
     frozen: list[Role] = [r for r in ("reference", "reward") if roles.has(r)]
     before = {role: roles.fingerprint(role) for role in frozen}
-    source: Reward = (
-        LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
-    )
+    source: Reward = LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else reward_named(ppo)
     gold = world.gold_reward().score if recipe.sandbox else None
     learner = Learner(
         roles,
@@ -266,7 +264,7 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    if all(line["warming"] for line in read_lines(stage.metrics)):
+    if all(line.get("warming") for line in read_lines(stage.metrics)):
         run.console.line(
             f"the policy took no step: the critic's warm-up lasted for all {ppo.updates} updates; lower "
             f"ppo.critic.warmup_cap ({ppo.critic.warmup_cap}), or raise ppo.updates",

@@ -18,8 +18,8 @@ from keel.types import Prompt
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving, and
-    the share until which the peak is held."""
+    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving,
+    the share until which the peak is held, and the metric whose best checkpoint is kept."""
 
     steps: int
     batch: int
@@ -28,6 +28,7 @@ class Plan:
     max_grad_norm: float
     checkpoint_every: int
     hold: float = 0.0
+    keep_best: str | None = None
 
     @classmethod
     def of(cls, settings: SftConfig | RewardConfig | PreferenceConfig, rows: int) -> "Plan":
@@ -40,6 +41,7 @@ class Plan:
             settings.warmup,
             settings.max_grad_norm,
             settings.checkpoint_every,
+            keep_best=settings.keep_best,
         )
 
 
@@ -66,7 +68,7 @@ def fit(
     """
     parameters = roles.parameters(role)
     optimizer = make_optimizer(parameters.values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
-    session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every)
+    session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every, best=plan.keep_best)
     numbers: dict[str, float] = {}
     with session, run.console.task(title, plan.steps, start=session.step) as task:
         while session.step < plan.steps:
@@ -83,7 +85,8 @@ def fit(
                 norm = guarded_step({role: optimizer}, {role: plan.max_grad_norm}, where)
                 values = {**found, "grad_norm": norm[role]}
             except NumberError as error:
-                error.rows = rows_at_fault(some, step_loss, parameters.values())
+                if not error.final:
+                    error.rows = rows_at_fault(some, step_loss, parameters.values())
                 session.bad_step(error, [told_prompt(row, rows[row]) for row in some])
             session.step += 1
             last = session.step == plan.steps

@@ -57,7 +57,7 @@ class Trained:
             learner = Learner(self.roles, 0, 16, recipe.ppo, recipe.seed)
             self.error: StepError | None = None
             try:
-                source = FunctionReward(score, "scored")
+                source = FunctionReward(score, "scored", None, recipe.ppo.scoring.max_failed)
                 train_online(run, self.stage, learner, encoder_of(model, 16), self.rows, source, None)
             except StepError as error:
                 self.error = error
@@ -119,7 +119,7 @@ def test_planted_in_one_update(part, skip, tiny_model, tmp_path, monkeypatch, ca
         "gradient": lambda: gradient_is_nan(monkeypatch),
     }
     run = Trained(tmp_path / "run", tiny_model, skip, makers[part](), updates=2)
-    assert ("rewards are not finite" if part == "reward" else part) in run.record["what"]
+    assert ("not a finite number" if part == "reward" else part) in run.record["what"]
     rows = list(range(12)) if part == "gradient" else [3]
     assert run.record["rows"] == sorted(row["row"] for row in run.record["batch"] if row["bad"]) == rows
     first = next(row for row in run.record["batch"] if row["bad"])
@@ -178,6 +178,18 @@ def test_only_the_row_that_is_at_fault_is_named_of_a_minibatch(tiny_model, tmp_p
     run = Trained(tmp_path, tiny_model, 0, updates=1, minibatches=2)
     assert run.error and "policy's loss is nan" in run.error.what and "minibatch" in run.error.where
     assert run.record["rows"] == [7] and len(run.record["batch"]) == 6 and "row 7 (" in run.error.where
+
+
+def test_rows_whose_reward_fails_are_left_out_of_the_update(tiny_model, tmp_path, capsys):
+    def plant(roles, update: int, row: int) -> float | None:
+        return NAN if row in (3, 7) else None
+
+    run = Trained(tmp_path, tiny_model, 0, plant, updates=1, scoring={"max_failed": 0.2})
+    (line,) = read_lines(run.stage.metrics)
+    assert run.error is None and line["unscored"] == line["dropped"] == 2 and line["steps_taken"] == 1
+    event = next(event for event in read_lines(run.stage.events) if event["event"] == "unscored")
+    assert event["count"] == 2 and "nan, which is not a finite number" in event["errors"][0]["what"]
+    assert len(list(read_lines(run.stage.samples))) == 4 and "2 without a score" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("skip", [0, 1])
