@@ -12,12 +12,12 @@ from keel.types import Rollouts
 
 
 class Reward(Protocol):
-    """Scores responses, higher is better.
+    """Scores responses, higher is better."""
 
-    failed: why rows of the last batch have no score, by row.
-    """
-
-    failed: Mapping[int, RewardError]
+    @property
+    def failed(self) -> Mapping[int, RewardError]:
+        """Why rows of the last batch have no score, by row."""
+        ...
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """[B] float32 on the CPU; NaN for a row that failed, where the source lets so many fail. Raises RewardError

@@ -167,11 +167,14 @@ class StageFolder:
             ) from error
 
     def _is_empty(self) -> bool:
-        """Whether no work is lost here: nothing but the inputs of an attempt that failed before it wrote anything."""
+        """Whether no work is lost here: nothing but the inputs of an attempt that failed before it had done anything,
+        and what it noted of that."""
         try:
             items = list(self.path.iterdir()) if self.path.exists() else []
             return all(
-                item == self._inputs or item.name.startswith(".tmp-") or (item != self._done and _holds_nothing(item))
+                item in (self._inputs, self.events, self.bad)
+                or item.name.startswith(".tmp-")
+                or (item != self._done and _holds_nothing(item))
                 for item in items
             )
         except OSError as error:
@@ -184,6 +187,8 @@ class StageFolder:
     def _make(self, fingerprint: str, parts: Mapping[str, Any]) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if self.bad.is_dir():
+                shutil.rmtree(self.bad)
         except OSError as error:
             raise RunError(
                 f"the stage folder cannot be made: {error.strerror or error}",

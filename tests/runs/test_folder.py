@@ -132,6 +132,17 @@ def test_the_life_of_a_stage(tmp_path: Path):
     assert not stage.path.exists() and stage.check("f1", parts) == "new"
 
 
+def test_a_first_step_that_could_not_be_taken_is_no_work(tmp_path: Path):
+    stage = StageFolder(tmp_path / "ppo")
+    stage.check("f1", {})
+    stage.bad.mkdir()
+    (stage.bad / "step-1-1.json").write_text("{}")
+    stage.events.write_text('{"step": 1, "event": "bad_step"}\n')
+    assert stage.check("f2", {}) == "new" and not stage.bad.exists()
+    stage.metrics.write_text('{"step": 1}\n')
+    assert stage.check("f2", {}) == "resume"
+
+
 def test_a_result_that_was_changed_is_damaged(tmp_path: Path):
     stage = StageFolder(tmp_path / "sft")
     stage.check("f1", {})
