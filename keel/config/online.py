@@ -248,7 +248,7 @@ def _check_reward(ppo: PpoConfig) -> None:
             f"reward is 'model', 'file.py:function', 'package.module:function' or 'https://host/path', not '{reward}'"
         )
     else:
-        idle = dict.fromkeys(("retries", "rows_per_request", "token_env"), True)
+        idle = {"retries": True, "rows_per_request": True, "token_env": True}
         refuse(ppo.scoring, idle, "a function is called, not asked over HTTP")
 
 

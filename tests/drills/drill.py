@@ -185,10 +185,10 @@ def kills(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
     began, finished = time.monotonic(), 0
     assert keel_(*RUN)[0] == 0
     longest = time.monotonic() - began
-    struck = 0
+    struck, points = 0, 400.0
     while struck < strikes:
         by_time = struck % 2 == 0
-        child = Child(RUN, (lambda: None) if by_time else strike_after(chance.randrange(400)))
+        child = Child(RUN, (lambda: None) if by_time else strike_after(chance.randrange(int(points))))
         code = child.wait(chance.uniform(0, longest) if by_time else LONGEST)
         code = child.kill() if code is None else code
         assert code in (0, -9), child.output.decode()
@@ -197,6 +197,7 @@ def kills(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
             same(whole)
             finished += 1
             shutil.rmtree("runs")
+            points, longest = (points, 0.9 * longest) if by_time else (max(50.0, 0.8 * points), longest)
     code, output = keel_(*RUN)
     assert code == 0, output
     same(whole)
