@@ -257,6 +257,8 @@ def file_hash(folder: str | Path) -> str:
         return hashlib.sha256(str(folder).encode()).hexdigest()
     for file in sorted(p for p in place.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"}):
         digest.update(file.name.encode())
+        if not file.is_file():  # a pipe would be waited for without end
+            continue
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)

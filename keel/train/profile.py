@@ -142,8 +142,8 @@ def profile_of(stage: StageFolder, dtype: str) -> dict[str, Any]:
     return {
         "parts": parts,
         "seconds": spent + sum(saves),
-        "utilisation": sum(line["utilisation"] * line["seconds"] for line in lines) / spent,
-        "product_rate": lines[-1]["product_rate"],
+        "utilisation": sum(line["utilisation"] * line["seconds"] for line in lines) / (spent or 1.0),
+        "product_rate": lines[-1]["product_rate"] if lines else 0.0,
         "dtype": dtype,
     }
 

@@ -21,7 +21,11 @@ def draw(run: Run, best_gold: float | None) -> None:
         return
     ppo = run.recipe.ppo
     rows = list(read_lines(run.folder.stage("ppo").metrics))
-    draw_curves(rows, run.folder.path / PICTURE, f"{run.recipe.name}: PPO", ppo.kl.target if ppo else None, best_gold)
+    target = ppo.kl.target if ppo else None
+    try:
+        draw_curves(rows, run.folder.path / PICTURE, f"{run.recipe.name}: PPO", target, best_gold)
+    except OSError as error:
+        run.console.line(f"no {PICTURE}: {error}", "yellow")
 
 
 def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

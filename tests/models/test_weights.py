@@ -1,6 +1,7 @@
 """Weights in, weights out: round trips, and what is refused. Nothing that a model folder holds is ever run."""
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from keel.config import ModelConfig
 from keel.errors import ModelError
-from keel.models.loading import load_encoder, load_tokenizer
+from keel.models.loading import file_hash, load_encoder, load_tokenizer
 from keel.models.roles import checkpoint_tensors, logprobs_BT, restore_tensors, scores_B
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
@@ -182,3 +183,14 @@ def test_nothing_in_a_model_folder_is_run(tiny_model, tmp_path):
         load(folder)
     load_tokenizer(folder)  # by its own file
     assert not struck.exists()
+
+
+def test_the_hash_of_a_folder_sees_what_is_no_file(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    seen = {file_hash(tmp_path / "model")}
+    for put in (os.mkfifo, os.mkdir, lambda path: Path(path).symlink_to("nowhere"), lambda path: Path(path).touch()):
+        place = tmp_path / "model" / WEIGHTS
+        place.rmdir() if place.is_dir() else place.unlink()
+        put(place)
+        seen.add(file_hash(tmp_path / "model"))
+    assert len(seen) == 2  # whole, and without its weights
