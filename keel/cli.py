@@ -27,6 +27,7 @@ Keel post-trains language models from human preferences: SFT, reward model, PPO;
   keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
   keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
   keel plan RECIPE.yaml       peak memory and time per update before it runs, and what to change where it does not fit
+  keel inspect FILE           what is in a data file; with --model, its rows as the trainer sees them
   keel chat RUN               talk to a run: before and after training side by side
   keel classic CartPole-v1    the same PPO on a gymnasium task; --algorithm trpo|reinforce beside it
 
@@ -65,7 +66,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         console.line(HELP)
         return 0
     command, rest = arguments[0], arguments[1:]
-    if rest and rest[0] in ("-h", "--help") and command != "chat":
+    if rest and rest[0] in ("-h", "--help") and command not in ("chat", "inspect"):
         console.line(HELP)
         return 0
     if command == "--version":
@@ -78,6 +79,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "resume": _resume,
         "show": _show,
         "plan": _plan,
+        "inspect": _inspect,
         "chat": _chat,
         "classic": _classic,
         **{
@@ -157,6 +159,12 @@ def _plan(arguments: list[str], console: Console) -> None:
     from keel.train import plan
 
     plan.show(recipe, plan.forecast(recipe, console), console)
+
+
+def _inspect(arguments: list[str], console: Console) -> None:
+    from keel.inspect.command import inspect
+
+    inspect(arguments, console)
 
 
 def _print_schedule(recipe: Recipe, console: Console) -> None:

@@ -100,7 +100,7 @@ class Encoder:
             DataError: the template refuses the messages, "plain" meets several, or there is no token.
         """
         if self.template == "chat":
-            (ids,) = self._ids([self._render(prompt)])
+            (ids,) = self._ids([self.render(prompt)])
         elif len(prompt.messages) == 1:
             ids = self._bos + self._ids([prompt.text])[0]
         else:
@@ -128,7 +128,11 @@ class Encoder:
     def sequences(self, prompt: Prompt, responses: Sequence[str]) -> list[TokenSequence]:
         """`sequence` of several responses to one prompt, whose ids are made once."""
         prompt_ids = self.prompt_ids(prompt)
-        return [TokenSequence(prompt_ids, self._response_ids(ids)) for ids in self._ids(responses)]
+        return [TokenSequence(prompt_ids, ids) for ids in self.responses(responses)]
+
+    def responses(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ids of responses alone, each with its end token."""
+        return [self._response_ids(ids) for ids in self._ids(texts)] if texts else []
 
     def _response_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         end = next((at for at, token in enumerate(ids) if token in self.eos_ids), None)
@@ -160,7 +164,8 @@ class Encoder:
         }
         return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
-    def _render(self, prompt: Prompt) -> str:
+    def render(self, prompt: Prompt) -> str:
+        """The text that the chat template makes of the prompt. Raises DataError where it refuses the messages."""
         try:
             text = self.tokenizer.apply_chat_template(
                 list(prompt.messages), chat_template=self.chat_template, tokenize=False, add_generation_prompt=True

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from keel.data.rows import Line, Row, json_lines, json_list, text_lines
 from keel.data.tables import arrow_rows, csv_rows, hub_rows
@@ -91,7 +91,7 @@ class RowStream:
 
     def _file_rows(self, path: str, packed: BinaryIO, digest: "hashlib._Hash") -> Iterator[Row | DataError]:
         suffix = _suffix(path)
-        file = gzip.GzipFile(fileobj=packed) if _packed(path) else packed
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=packed)) if _packed(path) else packed
         if suffix in COLUMN_STORES:
             if file is not packed:
                 file = io.BytesIO(file.read())

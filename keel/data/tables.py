@@ -159,7 +159,8 @@ def hub_rows(path: str, digest: "hashlib._Hash") -> Iterator[Row]:
             f"(OWNER/NAME[/CONFIG][:SPLIT]; here split {split or 'train'}). HF_HUB_OFFLINE=1 uses what is cached.",
         ) from None
     number = 0
-    for table in data.iter(batch_size=BATCH):
+    tables: Iterator[Any] = data.iter(batch_size=BATCH)
+    for table in tables:
         for cells in table.to_pylist():
             number += 1
             digest.update(json.dumps(cells, sort_keys=True, default=str).encode())

@@ -41,6 +41,11 @@ class Console:
         """One line, as it is: brackets are no markup, and a log's lines are not wrapped."""
         self.rich.print(Text(self._safe(text), style=style), soft_wrap=not self.interactive)
 
+    def parts(self, parts: Sequence[tuple[str, str]]) -> None:
+        """A text in parts, each with its style, as `line` shows one."""
+        text = Text.assemble(*((self._safe(part), style) for part, style in parts))
+        self.rich.print(text, soft_wrap=not self.interactive)
+
     def rule(self, title: str) -> None:
         """A rule over the width with a title in it."""
         self.rich.rule(Text(self._safe(title), style="bold"), style="dim")

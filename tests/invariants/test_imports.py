@@ -23,6 +23,7 @@ ORDER = (
     "rewards",
     "parallel",
     "runs",
+    "inspect",
     "diagnose",
     "evaluate",
     "train",
@@ -36,7 +37,7 @@ ALONE = {"algo", "types", "config", "errors", "metrics", "__init__"}
 NO_TORCH = {"config", "errors", "metrics", "diagnose", "web", "__init__"}
 """Parts that never import torch, not even within a function."""
 TORCH_BRINGERS = {"torch", "transformers", "peft", "datasets", "safetensors", "accelerate"}
-LOADS_NO_TORCH = ("errors", "config", "recipe", "metrics", "classic.config", "data.formats", "cli")
+LOADS_NO_TORCH = ("errors", "config", "recipe", "metrics", "classic.config", "data.formats", "inspect.command", "cli")
 """Modules whose import loads no torch, so that help and refusals answer at once."""
 
 

@@ -1,0 +1,116 @@
+"""Rows as the trainer sees them: every token with what it is for, and lengths in tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from keel.data.encode import Encoder
+from keel.inspect.survey import Record, Survey, prompt_of, replies_of
+from keel.types import Prompt
+
+Use = Literal["template", "prompt", "response", "end"]
+"""template: what the chat template adds, BOS included. prompt: the row's own text. response: supervised. end: the end
+token, supervised too."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token: its id, the text it adds to those before it, and what it is for."""
+
+    id: int
+    text: str
+    use: Use
+
+
+class Lengths:
+    """Measures records in tokens, before anything is cut, and finds what the encoder's limits will cut.
+
+    Args:
+        encoder: as in training, with its limits.
+    """
+
+    def __init__(self, encoder: Encoder):
+        self.encoder = encoder
+        self.wide = replace(encoder, max_prompt_tokens=10**9, max_response_tokens=10**9)
+
+    def __call__(self, record: Record, survey: Survey) -> dict[str, int]:
+        """The lengths, end token included. Raises DataError where the template refuses the prompt."""
+        prompt, place = prompt_of(record), prompt_of(record).source
+        replies = replies_of(record)
+        prompt_ids = self.wide.prompt_ids(prompt)
+        if len(prompt_ids) > self.encoder.max_prompt_tokens:
+            survey.find("prompt is cut", place)
+        lengths = {"prompt": len(prompt_ids)}
+        before = self.wide.counts["responses with an end token inside"]
+        for name, ids in zip(replies, self.wide.responses(list(replies.values())), strict=True):
+            lengths[name] = len(ids)
+            if len(ids) > self.encoder.max_response_tokens:
+                survey.find("response is cut", place)
+        for _ in range(self.wide.counts["responses with an end token inside"] - before):
+            survey.find("end token inside the response", place)
+        return lengths
+
+
+def prompt_tokens(encoder: Encoder, prompt: Prompt) -> list[Token]:
+    """The prompt's tokens as they are trained on, cut where they are too many."""
+    ids = encoder.prompt_ids(prompt)
+    uses = _prompt_uses(encoder, prompt, ids)
+    return [Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)]
+
+
+def response_tokens(encoder: Encoder, response: str) -> list[Token]:
+    """The response's tokens as they are trained on: cut where they are too many, else ended by one end token."""
+    (ids,) = encoder.responses([response])
+    uses: list[Use] = ["end" if token in encoder.eos_ids else "response" for token in ids]
+    return [Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)]
+
+
+def row_tokens(encoder: Encoder, record: Record) -> dict[str, list[Token]]:
+    """A record's prompt and replies by name. Raises DataError where the template refuses the prompt."""
+    named = {name: response_tokens(encoder, text) for name, text in replies_of(record).items()}
+    return {"prompt": prompt_tokens(encoder, prompt_of(record)), **named}
+
+
+def _prompt_uses(encoder: Encoder, prompt: Prompt, ids: Sequence[int]) -> list[Use]:
+    """What each token of the prompt is for; where a tokenizer tells no offsets, all are called the prompt's."""
+    bos = encoder.tokenizer.bos_token_id
+    uses: list[Use] = ["prompt"] * len(ids)
+    if encoder.template == "chat" and encoder.tokenizer.is_fast:
+        text = encoder.render(prompt)
+        encoded = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = _spans(text, prompt)
+        whole: list[Use] = [
+            "prompt" if any(start < last and end > first for first, last in spans) else "template"
+            for start, end in encoded["offset_mapping"]
+        ]
+        uses = whole[len(whole) - len(ids) :]
+    if ids[0] == bos:
+        uses[0] = "template"
+    return uses
+
+
+def _spans(text: str, prompt: Prompt) -> list[tuple[int, int]]:
+    """Where each message's content stands in the rendered text; templates may strip its blanks."""
+    spans: list[tuple[int, int]] = []
+    start = 0
+    for message in prompt.messages:
+        for content in (message["content"], message["content"].strip()):
+            at = text.find(content, start)
+            if content and at >= 0:
+                start = at + len(content)
+                spans.append((at, start))
+                break
+    return spans
+
+
+def _texts(encoder: Encoder, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of those before it; one that ends inside a character adds nothing yet."""
+    texts: list[str] = []
+    said = ""
+    for end in range(1, len(ids) + 1):
+        now = encoder.tokenizer.decode(list(ids[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(now, str)
+        whole = now.startswith(said) and (not now.endswith("\ufffd") or end == len(ids))
+        texts.append(now[len(said) :] if whole else "")
+        said = now if whole else said
+    return texts
