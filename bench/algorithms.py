@@ -71,23 +71,28 @@ def run(algorithm: str, seed: int, root: Path, threads: int) -> dict[str, Any]:
     if not (folder / "summary.json").exists():
         _keel("run", tree, threads)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    line = line_of(algorithm, seed, summary)
+    (folder / "algorithm.json").write_text(json.dumps(line), encoding="utf-8")
+    return line
+
+
+def line_of(algorithm: str, seed: int, summary: dict[str, Any]) -> dict[str, Any]:
+    """What the table needs of a run; of best-of-N the best responses are judged."""
     own = [name for name in summary["seconds_by_stage"] if name not in SHARED_STAGES]
-    line = {
+    best = summary.get("best_of")
+    return {
         "algorithm": algorithm,
         "seed": seed,
         "gold_sft": summary["gold_sft"],
         "gold_best": summary["gold_best"],
-        "gold": summary["gold_final"],
-        "win_rate": summary["win_rate"],
-        "kl": summary["kl_per_response"],
-        "length": summary["length_final"],
+        "gold": best["gold"]["after"] if best else summary["gold_final"],
+        "win_rate": best["gold"]["win_rate"] if best else summary["win_rate"],
+        "kl": best["kl_per_response"] if best else summary["kl_per_response"],
+        "length": best["length"] if best else summary["length_final"],
         "seconds": sum(summary["seconds_by_stage"][name] for name in own),
         "peak_bytes": summary["peak_rss_bytes"],
+        **({"kl_bound": best["kl_bound"]} if best else {}),
     }
-    if best := summary.get("best_of"):
-        line |= {"kl_bound": best["kl_bound"]}
-    (folder / "algorithm.json").write_text(json.dumps(line), encoding="utf-8")
-    return line
 
 
 def _keel(command: str, tree: dict[str, Any], threads: int) -> None:

@@ -23,6 +23,7 @@ HELP = """\
 Keel post-trains language models from human preferences: SFT, reward model, PPO; or DPO and its relatives.
 
   keel run RECIPE.yaml        all stages of a recipe; done ones are skipped, a broken-off one goes on
+  keel resume RUN             goes on with a run that broke off, as the same command would
   keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
   keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
   keel plan RECIPE.yaml       peak memory and time per update before it runs, and what to change where it does not fit
@@ -37,7 +38,8 @@ All settings with their meaning: keel run RECIPE.yaml --help
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs a command and exits: 0 well, 2 a mistake of the user's, 3 a number that is not finite, 130 interrupted."""
+    """Runs a command and exits: 0 well, 2 a mistake of the user's, 3 a number that is not finite, 130 stopped by
+    Ctrl-C, 143 by SIGTERM."""
     console = Console()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv), console)
@@ -74,6 +76,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         return 0
     commands: dict[str, Callable[[list[str], Console], None]] = {
         "run": lambda rest, console: _run(rest, console, None),
+        "resume": _resume,
         "show": _show,
         "plan": _plan,
         "inspect": _inspect,
@@ -108,12 +111,37 @@ def _run(arguments: list[str], console: Console, stage: str | None) -> None:
     recipe = _recipe(name, [a for a in arguments if a != "--overwrite"])
     if stage and getattr(recipe, stage) is None:
         raise ConfigError(f"this recipe has no stage {stage}", where=arguments[0], remedy=f"add `{stage}:` to it")
+    _start(recipe, console, command, stage, overwrite)
+
+
+def _start(recipe: Recipe, console: Console, command: str, stage: str | None = None, overwrite: bool = False) -> None:
     console.line(f"{recipe.name}: seed {recipe.seed}, {recipe.threads} threads, in {Path(recipe.root) / recipe.name}")
     _print_schedule(recipe, console)
     console.line("loading torch and transformers ...", "dim")
     from keel.train.pipeline import run_recipe
 
     run_recipe(recipe, console, command, stage, overwrite)
+
+
+def _resume(arguments: list[str], console: Console) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("keel resume needs a run folder", remedy="keel resume runs/quickstart")
+    from keel import recipe as recipes
+    from keel.runs.folder import RunFolder
+
+    folder, flags = RunFolder(arguments[0]), arguments[1:]
+    manifest = folder.manifest()
+    recipe = recipes.recorded(manifest, folder.path)
+    # The folder may be another's: what it names must not be called, or sent a token, without being asked for.
+    asked = any(flag.partition("=")[0] == "--ppo.reward" for flag in flags)
+    if recipe.ppo and recipe.ppo.reward != "model" and not asked:
+        raise ConfigError(
+            f"the run calls {recipe.ppo.reward} for its rewards, which a run folder alone must not make Keel do",
+            where=str(folder.path / "manifest.json"),
+            remedy=f"if you trust it: {shlex.join(['keel', 'resume', *arguments, '--ppo.reward', recipe.ppo.reward])}",
+        )
+    command = shlex.join(["keel", "resume", *arguments])
+    _start(recipes.with_flags(recipe, flags, f"keel resume {arguments[0]}"), console, command)
 
 
 def _show(arguments: list[str], console: Console) -> None:

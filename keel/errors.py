@@ -4,6 +4,8 @@ The command line prints these without a traceback and leaves with `exit_code`. A
 Keel and keeps its traceback.
 """
 
+from collections.abc import Sequence
+
 
 class KeelError(Exception):
     """A mistake that the user can mend.
@@ -41,21 +43,35 @@ class ModelError(KeelError):
     """A model folder, tokenizer or architecture that cannot be used."""
 
 
-class RewardError(KeelError):
-    """A reward function or reward model that fails or returns something that is no number."""
+class StepError(KeelError):
+    """A step of training that cannot be taken; no weight has changed, unless `final`.
+
+    Args:
+        rows: which rows of the batch are at fault, where that is known.
+        final: leaving the step out would not help, and the run must stop.
+    """
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "", rows: Sequence[int] = (), final: bool = False):
+        super().__init__(what, where=where, remedy=remedy)
+        self.rows, self.final = list(rows), final
+
+
+class RewardError(StepError):
+    """A reward function, scorer or reward model that fails or returns something that is no number."""
 
 
 class RunError(KeelError):
     """A run folder that cannot be used: another recipe's, in use, or without a stage that is needed."""
 
 
-class NumberError(KeelError):
-    """A loss, gradient or log-probability that is not finite. Weights are left as they were before the step."""
+class NumberError(StepError):
+    """A loss, gradient, log-probability, reward or weight that is not finite."""
 
     exit_code = 3
 
 
 class Interrupted(KeelError):
-    """The user or the system asked the run to stop; the last step is saved."""
+    """The user or the system asked the run to stop; the last step is saved. exit_code: 128 + the signal's number, as
+    shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
 
     exit_code = 130

@@ -78,6 +78,7 @@ _ALL = [
     Metric("length", "tokens", "mean", "tokens per response, end token included"),
     Metric("eos_rate", "share", "mean", "responses that ended by themselves", (0.9, 1.0)),
     Metric("dropped", "responses", "sum", "truncated responses left out of the update"),
+    Metric("unscored", "responses", "sum", "responses whose reward failed, left out of the update", (0.0, 0.0)),
     Metric(
         "explained_variance", "share", "last", "share of the variance of returns that the critic foresaw", (0.0, 1.0)
     ),
@@ -100,6 +101,7 @@ _ALL = [
     Metric("return_mean", "reward", "mean", "mean return per token"),
     Metric("warming", "0/1", "last", "1 while only the critic learns"),
     Metric("distinct", "share", "last", "distinct responses among those of the step"),
+    Metric("skipped_steps", "steps", "sum", "steps left out because a number was not finite; absent where none was"),
     *_profile(),
     # classic tasks
     Metric("environment_steps", "steps", "last", "steps of all environments since the start"),

@@ -4,6 +4,7 @@ No torch here: a recipe is shown or refused at once.
 """
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,10 +34,29 @@ def load(path: str | Path, flags: list[str] | None = None) -> Recipe:
         ConfigError: the file is missing, no YAML, or has an unknown key (the nearest is named), a wrong value or a
             setting that would do nothing. Flags that are wrong end the process with exit code 2, as tyro does.
     """
-    recipe = parse(_read_yaml(Path(path)), where=str(path))
+    return with_flags(parse(_read_yaml(Path(path)), where=str(path)), flags, f"keel run {path}")
+
+
+def with_flags(recipe: Recipe, flags: list[str] | None, prog: str) -> Recipe:
+    """The recipe with flags applied, resolved. prog: the command, for its help."""
     if flags:
-        recipe = tyro.cli(tyro.conf.AvoidSubcommands[Recipe], default=recipe, args=flags, prog=f"keel run {path}")
+        recipe = tyro.cli(tyro.conf.AvoidSubcommands[Recipe], default=recipe, args=flags, prog=prog)
     return recipe.resolved()
+
+
+def recorded(manifest: Mapping[str, Any], folder: Path) -> Recipe:
+    """The recipe that a run's manifest holds, with the folder's own place and name. Raises ConfigError where it holds
+    none that can be used."""
+    where = str(folder / "manifest.json")
+    if "recipe" not in manifest:
+        raise ConfigError(
+            "this is no run of a recipe"
+            + ", but of a classic task, which holds no checkpoints" * ("classic" in manifest),
+            where=where,
+            remedy="give the folder that `keel run` made",
+        )
+    place = folder if folder.name not in ("", "..") else folder.resolve()
+    return parse(manifest["recipe"], where).model_copy(update={"root": str(place.parent), "name": place.name})
 
 
 def parse(tree: Any, where: str = "") -> Recipe:

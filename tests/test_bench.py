@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import report
+from bench.algorithms import line_of
 from bench.common import Bounds, line, met, run
 from bench.ppo import CASES
 from bench.workload import PROMPT, median_update, recipe
@@ -23,6 +24,42 @@ def test_a_result_has_the_ratio_and_its_bounds():
     returns = line("d", "return", -80.0, -86.4, Bounds("ours >=", -86.0))
     assert returns["ratio"] is None and met(returns, "at_least")
     assert {"name", "ours", "peer", "ratio", "unit", "at_least", "goal", "machine", "versions"} <= fast.keys()
+
+
+def test_best_of_n_is_judged_by_its_best_responses():
+    summary = {
+        "seconds_by_stage": {"base": 50, "reward": 60, "eval": 5},
+        "peak_rss_bytes": 7,
+        "gold_sft": 2.0,
+        "gold_best": 5.0,
+        "length_sft": 28.0,
+        "kl_per_response": 0.0,
+        "best_of": {
+            "gold": {"after": 4.5, "win_rate": 0.9},
+            "kl_per_response": 1.8,
+            "length": 33.0,
+            "kl_bound": 1.84,
+        },
+    }
+    found = line_of("best_of_16", 0, summary)
+    assert (found["gold"], found["win_rate"], found["kl"], found["length"], found["seconds"]) == (
+        4.5,
+        0.9,
+        1.8,
+        33.0,
+        5,
+    )
+    trained = {k: v for k, v in summary.items() if k != "best_of"}
+    trained |= {"gold_final": 4.0, "win_rate": 0.8, "length_final": 31.0, "kl_per_response": 3.0}
+    trained["seconds_by_stage"] = {"base": 50, "ppo": 70, "eval": 5}
+    found = line_of("ppo", 0, trained)
+    assert (found["gold"], found["win_rate"], found["kl"], found["length"], found["seconds"]) == (
+        4.0,
+        0.8,
+        3.0,
+        31.0,
+        75,
+    )
 
 
 def test_the_report_replaces_results_by_name(tmp_path, monkeypatch):

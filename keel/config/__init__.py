@@ -6,7 +6,16 @@ depends on another field.
 """
 
 from keel.config.base import Fraction, NonNegative, Positive, Rate, Section, refuse
-from keel.config.online import GROUPED, CriticConfig, KlConfig, PolicyConfig, PpoConfig, PtxConfig
+from keel.config.online import (
+    GROUPED,
+    CriticConfig,
+    KlConfig,
+    PolicyConfig,
+    PpoConfig,
+    PtxConfig,
+    ScoringConfig,
+    is_remote,
+)
 from keel.config.recipe import Recipe
 from keel.config.stages import (
     EvalConfig,
@@ -35,8 +44,10 @@ __all__ = [
     "Recipe",
     "RewardConfig",
     "SandboxConfig",
+    "ScoringConfig",
     "Section",
     "SftConfig",
     "SourceConfig",
+    "is_remote",
     "refuse",
 ]

@@ -1,6 +1,7 @@
 """Online training: policy, critic, KL, and how they may be combined."""
 
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -116,6 +117,22 @@ class KlConfig(Section):
         return self
 
 
+class ScoringConfig(Section):
+    """What a reward function or a remote scorer may cost, and what becomes of a response that it fails on."""
+
+    timeout: Rate = 60.0
+    """Of one call of the function, or of one request (seconds)."""
+    max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a batch that may fail; those responses are left out of the update. More end the run. 0: none may."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """Remote only: repetitions of a request that fails in passing, after 1, 2, 4, ... seconds (at most 30)."""
+    rows_per_request: Positive = 16
+    """Remote only: responses per request."""
+    token_env: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")] | None = None
+    """Remote only: environment variable that holds a token, sent as `Authorization: Bearer` and written nowhere. Null:
+    no token."""
+
+
 class PpoConfig(Section):
     """Online training against a reward: PPO, or another policy gradient by the literals of `advantage` and
     `policy.loss`."""
@@ -124,7 +141,10 @@ class PpoConfig(Section):
     """Prompts. Null in the sandbox."""
     reward: str = "model"
     """model: the reward model of the reward stage. Else a Python function: `file.py:name` or `package.module:name`,
-    called as name(prompt=..., response=..., finish_reason=..., and the row's other columns that it names) -> float."""
+    called as name(prompt=..., response=..., finish_reason=..., and the row's other columns that it names) -> float. Or
+    a remote scorer: `https://host/path` (docs/recipes.md)."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Limits of a function or remote scorer."""
     advantage: Literal[
         "gae",
         "reinforce",
@@ -177,6 +197,8 @@ class PpoConfig(Section):
     """PPO-ptx: language modelling mixed into the policy's update [InstructGPT, arXiv:2203.02155]. Null: none."""
     checkpoint_every: Positive = 10
     """Updates between checkpoints."""
+    keep_best: Literal["score"] | None = None
+    """Keep the checkpoint with the best mean score too, of its last rollouts. Null: the newest alone."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -187,8 +209,7 @@ class PpoConfig(Section):
         if self.minibatches > self.rollouts:
             raise ValueError(f"minibatches {self.minibatches} is more than rollouts {self.rollouts}")
         _check_advantage(self)
-        if self.reward != "model" and ":" not in self.reward:
-            raise ValueError(f"reward is 'model', 'file.py:function' or 'package.module:function', not '{self.reward}'")
+        _check_reward(self)
         return self
 
     @property
@@ -199,6 +220,36 @@ class PpoConfig(Section):
 
 GROUPED = ("reinforce_plus_plus_baseline", "rloo", "grpo", "dr_grpo")
 """Advantages against the other responses to the same prompt."""
+
+
+def is_remote(reward: str) -> bool:
+    """Whether a reward is asked over HTTP."""
+    return reward.partition("://")[0] in ("http", "https")
+
+
+def _check_reward(ppo: PpoConfig) -> None:
+    reward = ppo.reward
+    if reward == "model":
+        refuse(ppo, {"scoring": True}, "a reward model is not called and not asked")
+    elif is_remote(reward):
+        try:
+            url = urlsplit(reward)
+            usable = bool(url.hostname) and url.port != 0
+        except ValueError:
+            usable = False
+        # What stands in a recipe is written to the manifest, so it must hold no secret.
+        if not usable or "@" in reward or "?" in reward or "#" in reward or not reward.isprintable() or " " in reward:
+            raise ValueError(
+                "reward is to be https://host/path without user, password or query, which would be written to the "
+                "manifest; name an environment variable with the token as ppo.scoring.token_env"
+            )
+    elif ":" not in reward or "://" in reward:
+        raise ValueError(
+            f"reward is 'model', 'file.py:function', 'package.module:function' or 'https://host/path', not '{reward}'"
+        )
+    else:
+        idle = {"retries": True, "rows_per_request": True, "token_env": True}
+        refuse(ppo.scoring, idle, "a function is called, not asked over HTTP")
 
 
 def _check_advantage(ppo: PpoConfig) -> None:

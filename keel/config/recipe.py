@@ -36,6 +36,11 @@ class Recipe(Section):
     """Of everything random: same machine, same seed, same bytes."""
     threads: Positive | None = None
     """CPU threads. Null: as many as the machine has cores."""
+    keep_checkpoints: Positive = 2
+    """The newest checkpoints of a stage that are kept."""
+    skip_bad_steps: Annotated[int, Field(ge=0)] = 0
+    """So many steps of a stage may be left out because a number in them is not finite (loss, gradient, log-probability)
+    or a batch could not be scored; the next one stops the run. 0: the first one does."""
     model: ModelConfig
     """The model that is trained and how its four roles are held."""
     sandbox: SandboxConfig | None = None

@@ -27,6 +27,9 @@ class ModelConfig(Section):
     """Of the frozen base and the computation; adapters, heads and log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first GPU where there is one, else the CPU."""
+    activation_checkpointing: bool = False
+    """Training passes keep each layer's input alone and compute the rest again: less memory, about a third more time
+    [arXiv:1604.06174]. The result is the same."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the prompt's text as it stands, to be continued."""
     max_prompt_tokens: Positive = 512
@@ -113,6 +116,8 @@ class SftConfig(Section):
     """Demonstrations kept back to measure the loss on."""
     checkpoint_every: Positive = 100
     """Optimizer steps between checkpoints."""
+    keep_best: Literal["heldout_loss"] | None = None
+    """Keep the checkpoint with the best of this metric too, measured at each. Null: the newest alone."""
 
 
 class RewardConfig(Section):
@@ -152,6 +157,8 @@ class RewardConfig(Section):
     """SFT samples over which the score is given mean 0 and sd 1."""
     checkpoint_every: Positive = 100
     """Optimizer steps between checkpoints."""
+    keep_best: Literal["heldout_accuracy"] | None = None
+    """Keep the checkpoint with the best of this metric too, measured at each. Null: the newest alone."""
 
 
 class PreferenceConfig(Section):
@@ -203,12 +210,16 @@ class PreferenceConfig(Section):
     """Pairs kept back (whole prompts), on which accuracy is measured; for kto responses."""
     checkpoint_every: Positive = 100
     """Optimizer steps between checkpoints."""
+    keep_best: Literal["heldout_loss", "heldout_accuracy"] | None = None
+    """Keep the checkpoint with the best of this metric too, measured at each. Null: the newest alone."""
 
     @model_validator(mode="after")
     def _useful(self) -> Self:
         for name, losses in LOSSES_OF.items():
             if getattr(self, name) is not None and self.loss not in losses:
                 raise ValueError(f"{name} does nothing with loss {self.loss}: it belongs to {' and '.join(losses)}")
+        if self.loss == "kto" and self.keep_best == "heldout_loss":
+            raise ValueError("keep_best heldout_loss does nothing: kto has no held-out loss; use heldout_accuracy")
         if self.loss == "orpo" and self.likelihood:
             raise ValueError("likelihood does nothing that loss orpo does not do: it holds that term, with weight 1")
         if self.loss == "kto" and self.batch < 2:

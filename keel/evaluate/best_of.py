@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keel.algo.best_of import best_of_bound, best_of_log_ratio, rank_of
 from keel.evaluate.intervals import mean_interval
@@ -33,7 +34,7 @@ def best_of(
     """
     others = others_of(n)
     drawn = engine.generate([p for p in prompts for _ in range(n)], sampling, seed=seed, step=step, progress=progress)
-    scores_BN = source.score(drawn).view(len(prompts), n)
+    scores_BN = _lowest_for_none(source.score(drawn)).view(len(prompts), n)
     best_B = scores_BN.argmax(1)
     taken = drawn.select([b * n + k for b, k in enumerate(best_B.tolist())])
     more = engine.generate(
@@ -51,7 +52,8 @@ def best_of(
     ]
     logp_B = torch.where(taken.response_mask_BT, taken.sampler_logprobs_BT, 0.0).double().sum(1)
     shape = (len(prompts), others)
-    ranks = rank_of(scores_BN.amax(1), logp_B, source.score(more).view(shape), torch.tensor(same).view(shape))
+    others_BM = _lowest_for_none(source.score(more)).view(shape)
+    ranks = rank_of(scores_BN.amax(1), logp_B, others_BM, torch.tensor(same).view(shape))
     kl = best_of_log_ratio(*ranks, n).tolist()
     return taken, {
         "n": n,
@@ -59,6 +61,11 @@ def best_of(
         "kl_per_response": sum(kl) / len(kl),
         "kl_interval": mean_interval(kl),
     }
+
+
+def _lowest_for_none(scores_B: Tensor) -> Tensor:
+    """A response that could not be scored (NaN) is not taken before one that could."""
+    return scores_B.nan_to_num(nan=scores_B.nan_to_num(nan=torch.inf).min().item())
 
 
 def others_of(n: int) -> int:

@@ -8,6 +8,7 @@ from keel.config import Recipe
 from keel.errors import RunError
 from keel.models.loading import load_causal_lm, load_encoder, pick_device, quiet_transformers
 from keel.models.separate import SeparateRoles
+from keel.recipe import recorded
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import RunFolder
@@ -45,7 +46,7 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     """Loads the models of a run. Raises RunError where the run has none yet."""
     quiet_transformers()
     run = RunFolder(folder)
-    recipe = Recipe.model_validate(run.manifest()["recipe"])
+    recipe = recorded(run.manifest(), run.path)
     places = {"before": _start(run, recipe), "after": run.stage("ppo" if recipe.ppo else "preference").model}
     missing = [str(place) for place in places.values() if not _is_model(place)]
     if missing:

@@ -27,8 +27,8 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
 
 
 def mean_of(name: str, scores: Tensor) -> dict[str, Any]:
-    """Mean, standard deviation and interval of scores [B], under that name."""
-    values = scores.tolist()
+    """Mean, standard deviation and interval of scores [B], under that name. NaN: not scored, left out."""
+    values = scores[torch.isfinite(scores)].tolist()
     return {
         name: float(np.mean(values)),
         f"{name}_sd": float(np.std(values)),
@@ -37,7 +37,10 @@ def mean_of(name: str, scores: Tensor) -> dict[str, Any]:
 
 
 def compare_scores(before: Tensor, after: Tensor) -> dict[str, Any]:
-    """Means with intervals, standard deviations and the win rate of one kind of score, [B] before and after."""
+    """Means with intervals, standard deviations and the win rate of one kind of score, [B] before and after, over the
+    prompts that are scored (not NaN) on both sides."""
+    both_B = torch.isfinite(before) & torch.isfinite(after)
+    before, after = before[both_B], after[both_B]
     rate = win_rate(before.tolist(), after.tolist())
     return {
         **mean_of("before", before),
@@ -53,13 +56,13 @@ def kl_per_response(policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) ->
 
 
 def side_by_side(sides: Mapping[str, tuple[Rollouts, Tensor | None]]) -> list[dict[str, Any]]:
-    """Each prompt with the response of each side, its score where there is one, and why it ended."""
+    """Each prompt with the response of each side, its score where it has one, and why it ended."""
     rows: list[dict[str, Any]] = []
     for b, prompt in enumerate(next(iter(sides.values()))[0].prompts):
         row: dict[str, Any] = {"prompt": prompt.text}
         for name, (rollouts, scores) in sides.items():
             row |= {name: rollouts.texts[b], f"finish_{name}": rollouts.finish[b]}
-            if scores is not None:
+            if scores is not None and scores[b].isfinite():
                 row[f"score_{name}"] = scores[b].item()
         rows.append(row)
     return rows

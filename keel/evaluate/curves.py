@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.runs.files import replacing
+
 PANELS = (
     ("score", "reward before KL penalty", "tab:blue"),
     ("gold", "gold reward (never trained on)", "goldenrod"),
@@ -25,7 +27,8 @@ def draw_curves(
     kl_target: float | None = None,
     best_gold: float | None = None,
 ) -> None:
-    """Writes a PNG with one panel per number that the metrics hold; thin line: each update, thick: a running mean."""
+    """Writes a PNG with one panel per number that the metrics hold; thin line: each update, thick: a running mean.
+    OSErrors pass through."""
     from matplotlib.figure import Figure
 
     panels = [panel for panel in PANELS if any(panel[0] in row for row in metrics)]
@@ -46,7 +49,8 @@ def draw_curves(
             axis.annotate(what, (steps[-1], level), fontsize=8, ha="right", va="top")
     axes[-1].set_xlabel("update")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(file, dpi=130)
+    with replacing(file) as handle:
+        figure.savefig(handle, dpi=130, format="png")
 
 
 def _running_mean(values: Sequence[float], window: int = 5) -> list[float]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
@@ -299,6 +300,51 @@ def shared_hidden(
     return _through(model, ids_N, places)
 
 
+class _Weights(NamedTuple):
+    """A layer's own, as they are at this moment: which adapter is in force may change before the backward pass."""
+
+    inner: list[Product]
+    outer: list[Product]
+    before: Any
+    after: Any
+    width: int
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Weights":
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            [Product.of(m) for m in (attention.q_proj, attention.k_proj, attention.v_proj)],
+            [Product.of(m) for m in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)],
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            attention.head_dim,
+        )
+
+
+def _layer(
+    own: _Weights, places: Places | SharedPlaces, cos_ND: Tensor, sin_ND: Tensor, last: bool, x_NH: Tensor
+) -> Tensor:
+    wanted_M = places.wanted_M if last else None
+    query, key, value = _Queries.apply(
+        x_NH,
+        own.before.weight,
+        cos_ND,
+        sin_ND,
+        wanted_M,
+        own.before.variance_epsilon,
+        tuple(p.scale for p in own.inner),
+        *(t for p in own.inner for t in p.tensors),
+    )
+    return _Rest.apply(
+        x_NH if wanted_M is None else x_NH[wanted_M],
+        places.attend(query, key, value, last, own.width),
+        own.after.weight,
+        own.after.variance_epsilon,
+        tuple(p.scale for p in own.outer),
+        *(t for p in own.outer for t in p.tensors),
+    )
+
+
 def _through(model: PreTrainedModel, ids_N: Tensor, places: Places | SharedPlaces) -> Tensor:
     body: Any = model.base_model
     x_NH = F.embedding(ids_N, body.embed_tokens.weight)
@@ -306,32 +352,10 @@ def _through(model: PreTrainedModel, ids_N: Tensor, places: Places | SharedPlace
     cos, sin = body.rotary_emb(x_NH, torch.arange(int(places.column_N.max()) + 1)[None])
     half = cos.shape[-1] // 2
     cos_ND, sin_ND = cos[0, places.column_N, :half], sin[0, places.column_N, :half]
+    recomputed = model.is_activation_checkpointing and torch.is_grad_enabled()
     for number, layer in enumerate(body.layers):
-        last = number == len(body.layers) - 1
-        attention, mlp = layer.self_attn, layer.mlp
-        inner = [Product.of(m) for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        outer = [Product.of(m) for m in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        before, after = layer.input_layernorm, layer.post_attention_layernorm
-        wanted_M = places.wanted_M if last else None
-        query, key, value = _Queries.apply(
-            x_NH,
-            before.weight,
-            cos_ND,
-            sin_ND,
-            wanted_M,
-            before.variance_epsilon,
-            tuple(p.scale for p in inner),
-            *(t for p in inner for t in p.tensors),
-        )
-        attended_NO = places.attend(query, key, value, last, attention.head_dim)
-        x_NH = _Rest.apply(
-            x_NH if wanted_M is None else x_NH[wanted_M],
-            attended_NO,
-            after.weight,
-            after.variance_epsilon,
-            tuple(p.scale for p in outer),
-            *(t for p in outer for t in p.tensors),
-        )
+        work = functools.partial(_layer, _Weights.of(layer), places, cos_ND, sin_ND, number == len(body.layers) - 1)
+        x_NH = checkpoint(work, x_NH, use_reentrant=False, preserve_rng_state=False) if recomputed else work(x_NH)
     return _LastNorm.apply(x_NH, body.norm.weight, body.norm.variance_epsilon).to(body.embed_tokens.weight.dtype)
 
 

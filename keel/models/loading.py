@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from keel.config import ModelConfig
@@ -47,7 +48,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or Hub id. Raises ModelError where there is none, or none with an end token."""
     check_place(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file fails in whatever way its reader does
         raise ModelError(
             f"the tokenizer cannot be loaded: {_first_line(error)}",
@@ -62,6 +63,7 @@ def load_encoder(path: str | Path, settings: ModelConfig) -> Encoder:
     """The encoder of a model folder; it ends responses at any end token that tokenizer or generation config names."""
     tokenizer = load_tokenizer(path)
     _check_length(path, settings)
+    _check_tokens(path, tokenizer)
     try:
         generation = GenerationConfig.from_pretrained(str(path))
     except OSError:
@@ -78,13 +80,38 @@ def load_size(path: str | Path) -> Size:
     """
     check_place(path)
     try:
-        return size_of(AutoConfig.from_pretrained(str(path)))
+        return size_of(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
     except Exception as error:  # as above
         raise ModelError(
             f"the model's config cannot be used: {_first_line(error)}",
             where=str(path),
             remedy=A_MODEL,
         ) from None
+
+
+def load_to_train(path: str | Path, settings: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """`load_causal_lm` as a recipe wants the model for its passes. Raises ModelError."""
+    model = load_causal_lm(path, settings.dtype, device)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    return model
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Has training passes keep each layer's input alone and compute the rest again for the backward pass
+    [Chen et al. 2016, arXiv:1604.06174]: memory of one layer instead of all, for a third more time.
+
+    Raises ModelError where the architecture has no such layers.
+    """
+    try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(
+            str(error), where="model.activation_checkpointing", remedy="leave it out, and lower micro_tokens"
+        ) from None
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # transformers asks for it; what is in the layer stays as it was, without dropout
 
 
 def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -98,7 +125,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     try:
         _check_sizes(path)
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
+            str(path), dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except ModelError:
         raise
@@ -125,7 +152,7 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
 def _check_length(path: str | Path, settings: ModelConfig) -> None:
     """Raises ModelError where prompt and response may be longer than the model's positions reach: a table of learned
     ones ends there, and rotary ones were never trained beyond."""
-    config = AutoConfig.from_pretrained(str(path)).get_text_config()
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).get_text_config()
     most, longest = getattr(config, "max_position_embeddings", None), settings.max_prompt_tokens
     longest += settings.max_response_tokens
     if isinstance(most, int) and longest > most:
@@ -136,14 +163,27 @@ def _check_length(path: str | Path, settings: ModelConfig) -> None:
         )
 
 
+def _check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError where the tokenizer has tokens that the model has no embedding for, as after adding some."""
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).get_text_config()
+    last, rows = max(tokenizer.get_vocab().values()), config.vocab_size
+    if last >= rows:
+        raise ModelError(
+            f"the tokenizer has tokens up to number {last}, and the model has embeddings for {rows}",
+            where=str(path),
+            remedy="save the model after model.resize_token_embeddings(len(tokenizer)), or take its own tokenizer",
+        )
+
+
 def _check_sizes(path: str | Path) -> None:
     """Raises ModelError where a weight in the folder has not the shape that config.json makes. transformers would first
     allocate the model as configured, and a config without sizes is one of 7 billion weights."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:  # a Hub id, or no weights at all
         return
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path))).state_dict()
+        expected = AutoModelForCausalLM.from_config(config).state_dict()
     for file in files:
         with safe_open(file, "pt") as weights:
             for name in sorted(expected.keys() & set(weights.keys())):
@@ -217,6 +257,8 @@ def file_hash(folder: str | Path) -> str:
         return hashlib.sha256(str(folder).encode()).hexdigest()
     for file in sorted(p for p in place.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"}):
         digest.update(file.name.encode())
+        if not file.is_file():  # a pipe would be waited for without end
+            continue
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)

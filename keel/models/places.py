@@ -115,14 +115,15 @@ class SharedPlaces(NamedTuple):
 
     def attend(self, query_MO: Tensor, key_NO: Tensor, value_NO: Tensor, last: bool, width: int) -> Tensor:
         """See `Places.attend`. The beginnings' keys are read by all rows that have them; gradients flow to them."""
-        count = len(self.beginnings.column_N)
-        first, own = zip(*(x.tensor_split((count,)) for x in (key_NO, value_NO)), strict=True)
-        first = [self.beginnings.padded(x, width) for x in first]
-        key, value = (torch.cat([x[self.of_B], self.rows.padded(y, width)], 2) for x, y in zip(first, own, strict=True))
+        count = (len(self.beginnings.column_N),)
+        (first_PO, key_NO), (second_PO, value_NO) = key_NO.tensor_split(count), value_NO.tensor_split(count)
+        begun_key, begun_value = self.beginnings.padded(first_PO, width), self.beginnings.padded(second_PO, width)
+        key = torch.cat([begun_key[self.of_B], self.rows.padded(key_NO, width)], 2)
+        value = torch.cat([begun_value[self.of_B], self.rows.padded(value_NO, width)], 2)
         if last:
             return self.rows.among(query_MO, key, value, self.seen_BQS, True, width)
-        query_PO, query_MO = query_MO.tensor_split((count,))
-        begun_PO = self.beginnings.among(query_PO, *first, None, False, width)
+        query_PO, query_MO = query_MO.tensor_split(count)
+        begun_PO = self.beginnings.among(query_PO, begun_key, begun_value, None, False, width)
         return torch.cat([begun_PO, self.rows.among(query_MO, key, value, self.seen_BSS, False, width)])
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keel.algo.logprobs import exact_kl, token_logprobs
 from keel.data.encode import micro_batches, pad_sequences
+from keel.errors import ModelError
 from keel.models.decoder import covers, packed_hidden, shared_hidden
 from keel.models.heads import ScalarHead
 from keel.models.loading import unembedding
@@ -137,6 +138,9 @@ def micro_group_scores(
     """
     model = roles.model(role)
     of_B = torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
+    if not covers(model) and model.is_activation_checkpointing:  # which transformers does without a cache
+        ids_BS, _, lengths_B = pad_sequences([s for group in groups for s in group], pad_id)
+        return micro_scores(roles, ids_BS.to(roles.device), lengths_B, role)
     if not covers(model) or any(len(group[0].prompt_ids) < 2 for group in groups):
         return roles.head(role)(_cached_hidden(model, groups, of_B, pad_id))
     # The prompt's last token stands with the responses: something must begin the row of an empty one.
@@ -294,7 +298,18 @@ def checkpoint_tensors(roles: Roles) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_tensors(roles: Roles, tensors: Mapping[str, Tensor]) -> None:
-    """Puts back what `checkpoint_tensors` gave. Asserts that names and shapes are the same."""
-    for role in roles.trainable:
-        for name, parameter in roles.parameters(role).items():
-            parameter.copy_(tensors[f"{role}/{name}"])
+    """Puts back what `checkpoint_tensors` gave. Raises ModelError where a weight is missing, unexpected or of another
+    shape or dtype; then none has changed."""
+    own = {f"{role}/{name}": p for role in roles.trainable for name, p in roles.parameters(role).items()}
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    other = [
+        n for n in own.keys() & tensors.keys() if (own[n].shape, own[n].dtype) != (tensors[n].shape, tensors[n].dtype)
+    ]
+    if missing or unknown or other:
+        named = ", ".join([*missing, *unknown, *sorted(other)][:4])
+        raise ModelError(
+            f"{len(missing)} weights are missing, {len(unknown)} unknown, {len(other)} of another shape: {named}",
+            remedy="go on with the model and settings that the run was started with",
+        )
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])

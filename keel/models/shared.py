@@ -141,17 +141,19 @@ class SharedRoles:
         save_head(self.heads[role], folder / HEAD_FILE)
 
     def load_headed(self, folder: Path, roles: Collection[Role]) -> None:
-        """Gives the roles the adapter and head in `folder`. Raises ModelError where a weight is missing or unknown."""
+        """Gives the roles the adapter and head in `folder`. Raises ModelError where a weight is missing, unknown or of
+        another shape."""
         adapter = load_file(folder / ADAPTER_FILE)
         head = load_head(folder / HEAD_FILE, self.base.config.get_text_config().hidden_size, self.device)
+        wanted = {name: tensor.shape for name, tensor in adapter.items()}
         for role in roles:
-            report = set_peft_model_state_dict(self.base, adapter, adapter_name=role)
             ours = get_peft_model_state_dict(self.base, adapter_name=role)
-            if report.unexpected_keys or ours.keys() != adapter.keys():
+            if {name: tensor.shape for name, tensor in ours.items()} != wanted:
                 raise ModelError(
                     "the reward model's adapter does not fit this base",
                     where=str(folder),
                     remedy="run the reward stage again with this model",
                 )
+            set_peft_model_state_dict(self.base, adapter, adapter_name=role)
             self.heads[role].load_state_dict(head.state_dict())
         self._freeze()

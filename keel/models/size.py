@@ -29,10 +29,12 @@ class Size:
         """Bytes of the keys and values of so many tokens."""
         return 2 * self.keys * tokens * BYTES[dtype]
 
-    def activations(self, tokens: int, dtype: str) -> int:
+    def activations(self, tokens: int, dtype: str, recomputed: bool = False) -> int:
         """An estimate of what a training pass keeps of a micro-batch, in bytes: a Llama-like layer saves about twelve
-        tensors of the hidden width and four of the feed-forward's for its backward pass."""
-        return tokens * self.layers * (12 * self.hidden + 4 * self.intermediate) * BYTES[dtype]
+        tensors of the hidden width and four of the feed-forward's for its backward pass; where they are recomputed,
+        one layer does so at a time, beside the inputs of all."""
+        one = 12 * self.hidden + 4 * self.intermediate
+        return tokens * (one + self.layers * self.hidden if recomputed else one * self.layers) * BYTES[dtype]
 
 
 def size_of(config: PretrainedConfig) -> Size:

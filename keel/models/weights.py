@@ -31,8 +31,9 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 def export_causal_lm(like: PreTrainedModel, state: Mapping[str, Tensor], folder: Path) -> None:
     """Writes `state` as a Hugging Face folder of the same architecture and dtype as `like`. Asserts that every weight
     is there and none is left over."""
-    fresh = AutoModelForCausalLM.from_config(like.config, dtype=like.dtype)
-    fresh.load_state_dict(dict(state), strict=True)
+    with torch.device("meta"):  # holds the state's own tensors: no second copy of the weights
+        fresh = AutoModelForCausalLM.from_config(like.config, dtype=like.dtype)
+    fresh.load_state_dict(dict(state), strict=True, assign=True)
     fresh.generation_config = like.generation_config
     fresh.save_pretrained(folder)
 

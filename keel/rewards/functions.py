@@ -21,16 +21,20 @@ import torch
 from torch import Tensor
 
 from keel.errors import KeelError, RewardError
-from keel.rewards.base import checked
+from keel.rewards.base import score_rows
+from keel.rewards.limits import TookTooLong, time_limit
 from keel.types import Rollouts
 
 
 class FunctionReward:
-    """Calls one function per response."""
+    """Calls one function per response. See `base.Reward`."""
 
-    def __init__(self, function: Callable[..., object], name: str):
-        """name: what errors call it."""
-        self.function, self.name = function, name
+    def __init__(
+        self, function: Callable[..., object], name: str, timeout: float | None = None, max_failed: float = 0.0
+    ):
+        """name: what errors call it. timeout: of each call, seconds. max_failed: share of a batch."""
+        self.function, self.name, self.timeout, self.max_failed = function, name, timeout, max_failed
+        self.failed: dict[int, RewardError] = {}
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -43,7 +47,7 @@ class FunctionReward:
         self.takes = {p.name for p in parameters}
 
     @classmethod
-    def named(cls, name: str) -> "FunctionReward":
+    def named(cls, name: str, timeout: float | None = None, max_failed: float = 0.0) -> "FunctionReward":
         """Imports `file.py:name` or `package.module:name`. Raises RewardError where that fails, with the reason."""
         place, _, attribute = name.rpartition(":")
         try:
@@ -63,47 +67,67 @@ class FunctionReward:
                 where=name,
                 remedy=f"functions there: {', '.join(_functions(module)) or 'none'}",
             )
-        return cls(function, name)
+        return cls(function, name, timeout, max_failed)
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """See `base.Reward`. Raises RewardError where the function raises or returns something that is no number."""
-        return checked(torch.tensor([self._one(rollouts, b) for b in range(len(rollouts))]), rollouts, self.name)
+        """See `base.Reward`. A row fails where the function raises, takes too long or returns no finite number."""
+        return score_rows(rollouts, lambda b: self._one(rollouts, b), self.max_failed, self.failed)
 
     def _one(self, rollouts: Rollouts, b: int) -> float:
-        prompt = rollouts.prompts[b]
-        given: dict[str, Any] = {
-            **prompt.columns,
-            "prompt": prompt.text,
-            "response": rollouts.texts[b],
-            "finish_reason": rollouts.finish[b],
-            "messages": list(prompt.messages),
-        }
+        prompt, given = rollouts.prompts[b], row_view(rollouts, b)
         if not self.takes_all:
             given = {name: value for name, value in given.items() if name in self.takes}
         try:
             # Copies, and the mode of gradients put back: whatever the function does to them stays with it.
-            with torch.set_grad_enabled(torch.is_grad_enabled()):
+            with time_limit(self.timeout), torch.set_grad_enabled(torch.is_grad_enabled()):
                 value = self.function(**copy.deepcopy(given))
         except (KeelError, KeyboardInterrupt):
             raise
+        except TookTooLong:
+            raise RewardError(
+                f"the reward function took longer than {self.timeout:g} seconds",
+                where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
+                remedy="give it a time limit of its own, or raise ppo.scoring.timeout",
+                rows=[b],
+            ) from None
         except BaseException as error:
             raise RewardError(
                 f"the reward function raised {_told(error)}",
                 where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
                 remedy=f"it was called with {', '.join(sorted(given))}",
+                rows=[b],
             ) from error
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if not isinstance(value, numbers.Real):
-            raise RewardError(
-                f"the reward function returned {type(value).__name__}, not a number",
-                where=f"{self.name}, prompt {prompt.source or b}",
-                remedy="return one float per response",
-            )
+        return as_score(value, f"{self.name}, prompt {prompt.source or b}", b)
+
+
+def row_view(rollouts: Rollouts, b: int) -> dict[str, Any]:
+    """What a source of rewards is told of a row: its columns, and the names that the module's docstring lists."""
+    prompt = rollouts.prompts[b]
+    return {
+        **prompt.columns,
+        "prompt": prompt.text,
+        "response": rollouts.texts[b],
+        "finish_reason": rollouts.finish[b],
+        "messages": list(prompt.messages),
+    }
+
+
+def as_score(value: object, where: str, row: int) -> float:
+    """What a function or a server gave for a row, as a finite float. Raises RewardError where it is none."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        found, remedy = f"{type(value).__name__}, not a number", "return one float per response"
+    else:
         try:
-            return float(value)
+            score = float(value)
         except OverflowError:
-            return math.inf  # refused with the others that are not finite
+            score = math.inf
+        # Scores are float32, in which a larger number is infinite.
+        if abs(score) <= torch.finfo(torch.float32).max:
+            return score
+        found, remedy = f"{score}, which is not a finite number", "return a finite number for every response"
+    raise RewardError(f"the reward of a response is {found}", where=where, remedy=remedy, rows=[row])
 
 
 def _told(error: BaseException) -> str:

@@ -22,6 +22,9 @@ from keel.types import Finish, Prompt, Rollouts
 COMPACT_BELOW = 0.75
 """Finished rows leave the batch when fewer than this share of its rows still runs: each leaving copies the cache."""
 
+ROWS_PER_WORKER = 64
+"""With fewer rows each, workers wait for each other and the interpreter more than they gain (docs/decisions.md)."""
+
 
 class LocalEngine:
     """Samples from one role's weights as they are at that moment: there is nothing to synchronise."""
@@ -50,7 +53,8 @@ class LocalEngine:
         model = self.roles.model(self.role)
         workers = self.roles.workers(self.role)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompt_ids[i]), prompt_ids[i]))  # equal ones adjacent
-        size = max(1, min(sampling.rows, -(-len(order) // workers)))
+        at_once = max(1, min(workers, len(order) // ROWS_PER_WORKER))
+        size = max(1, min(sampling.rows, -(-len(order) // at_once)))
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         done = 0
         for rows, out in zip(

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,16 @@ class Checkpoint:
     passed_over: list[str] = field(default_factory=list)
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int = 2) -> Path:
-    """Writes folder/step-N and, when it is safe on disk, removes all but the newest `keep`, itself included.
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int = 2,
+    also: Collection[int] = (),
+) -> Path:
+    """Writes folder/step-N and, when it is safe on disk, removes all but the newest `keep`, itself included, and those
+    of the steps in `also`.
 
     A checkpoint of a later step can only be one that was passed over as damaged, and is removed too.
 
@@ -64,8 +72,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         _write(temporary, step, own, content)
         _put_in_place(temporary, target)
         steps = _steps(folder)
-        kept = [number for number in steps if number <= step][:keep]
-        for number in set(steps) - set(kept):
+        past = [number for number in steps if number <= step]
+        kept = {*past[:keep], *(number for number in past if number in also)}
+        for number in set(steps) - kept:
             _discard(folder / f"step-{number}")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

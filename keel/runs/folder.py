@@ -1,6 +1,7 @@
 """A run's folder: one writer at a time, stages that know what made them, and a manifest. No torch here."""
 
 import fcntl
+import hashlib
 import os
 import platform
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from keel.errors import RunError
-from keel.runs.files import encode, read_json, write_json
+from keel.runs.files import decode, encode, read_json, write_json
 
 StageState = Literal["new", "resume", "finished"]
 """What a stage folder holds: nothing, a part of the work, or all of it."""
@@ -104,6 +105,7 @@ class StageFolder:
         self.samples = path / "samples.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.bad = path / "bad"
         self.model = path / "model"
         self._inputs = path / "inputs.json"
         self._done = path / "done.json"
@@ -134,16 +136,17 @@ class StageFolder:
 
     def finish(self, fingerprint: str, parts: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Marks the stage as done; `result` is what later stages and the summary need."""
-        write_json(self._done, {"fingerprint": fingerprint, "parts": parts, "result": result})
+        done = {"fingerprint": fingerprint, "parts": parts, "result": result, "sha256": _hash(result)}
+        write_json(self._done, done)
 
     def finished(self, fingerprint: str) -> dict[str, Any] | None:
         """The result of the stage if it was finished with these inputs, else None. Raises RunError where damaged."""
         if not self._done.exists():
             return None
         done = read_json(self._done)
-        if not isinstance(done.get("result"), dict):
+        if not isinstance(done.get("result"), dict) or done.get("sha256") != _hash(done["result"]):
             raise RunError(
-                "done.json is damaged: it has no result",
+                "done.json is damaged: its result is not what was written",
                 where=str(self._done),
                 remedy="take another --name, or start this stage again with --overwrite",
             )
@@ -164,11 +167,14 @@ class StageFolder:
             ) from error
 
     def _is_empty(self) -> bool:
-        """Whether no work is lost here: nothing but the inputs of an attempt that failed before it wrote anything."""
+        """Whether no work is lost here: nothing but the inputs of an attempt that failed before it had done anything,
+        and what it noted of that."""
         try:
             items = list(self.path.iterdir()) if self.path.exists() else []
             return all(
-                item == self._inputs or item.name.startswith(".tmp-") or (item != self._done and _holds_nothing(item))
+                item in (self._inputs, self.events, self.bad)
+                or item.name.startswith(".tmp-")
+                or (item != self._done and _holds_nothing(item))
                 for item in items
             )
         except OSError as error:
@@ -181,6 +187,8 @@ class StageFolder:
     def _make(self, fingerprint: str, parts: Mapping[str, Any]) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if self.bad.is_dir():
+                shutil.rmtree(self.bad)
         except OSError as error:
             raise RunError(
                 f"the stage folder cannot be made: {error.strerror or error}",
@@ -204,6 +212,12 @@ class StageFolder:
             where=str(self.path),
             remedy="take another --name to keep both, or --overwrite to replace this stage",
         )
+
+
+def _hash(result: Mapping[str, Any]) -> str:
+    # Encoded twice: what comes back from the file has strings where the result may have had numbers as keys.
+    content = encode(decode(encode(result, where="result", pretty=True)), where="result", pretty=True)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _holds_nothing(item: Path) -> bool:

@@ -16,12 +16,15 @@ class Interrupt:
     The first signal sets `requested` and calls `tell`; a second one raises KeyboardInterrupt wherever the program is.
     The handlers from before come back at the end. Outside the main thread Python takes no handlers: nothing happens.
 
+    number: of the first signal.
+
     Args:
         tell: says to the user "finishing this step, saving; again to stop at once".
     """
 
     def __init__(self, tell: Callable[[], None] | None = None):
         self.requested = False
+        self.number: int = signal.SIGINT
         self._tell = tell
         self._before: dict[int, Any] = {}
 
@@ -39,7 +42,7 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self.number = True, number
         if self._tell is not None:
             # A signal can strike inside a write to the same stream, which Python refuses to enter twice.
             with contextlib.suppress(RuntimeError):

@@ -82,6 +82,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _open(path: Path) -> io.FileIO:
+    _require_plain(path)
     file = io.FileIO(path, "ab+")
     with open(path, "rb") as reader:
         whole = sum(len(line) for line in reader if line.endswith(b"\n"))
@@ -89,7 +90,14 @@ def _open(path: Path) -> io.FileIO:
     return file
 
 
+def _require_plain(path: Path) -> None:
+    """A pipe would be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no plain file")
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    _require_plain(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

@@ -14,8 +14,8 @@ from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import Roles, logprobs_BT
 from keel.models.separate import SeparateRoles
 from keel.rewards.base import Reward
-from keel.rewards.functions import FunctionReward
 from keel.rewards.learned import LearnedReward
+from keel.rewards.named import reward_named
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
@@ -117,7 +117,7 @@ def _judges(recipe: Recipe, frozen: Roles, pad_id: int, reward_folder: Path | No
     if reward_folder:
         judges["score"] = LearnedReward(frozen, pad_id, _micro_tokens(recipe))
     elif recipe.ppo:
-        judges["score"] = FunctionReward.named(recipe.ppo.reward)
+        judges["score"] = reward_named(recipe.ppo)
     if recipe.sandbox:
         judges["gold"] = world.gold_reward()
     return judges

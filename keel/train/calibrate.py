@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from keel.config import PpoConfig, Recipe
 from keel.data.encode import Encoder, micro_batches
 from keel.models.flops import products_of
-from keel.models.loading import load_causal_lm, load_encoder
+from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, new_head
 from keel.models.shared import SharedRoles
@@ -160,7 +160,7 @@ class _Rehearsal:
     def _experience(self, lengths: Lengths) -> Experience:
         at_once = _first_parts(self.ppo, self.roles, lengths)
         rows = _affordable(self.roles, self.learners, lengths, at_once)
-        part, clock = _rollouts(lengths).select(rows), Clock()
+        part, clock = _rollouts(lengths, self._prompt_ids(lengths)).select(rows), Clock()
         taken = sum(lengths.sequences[i] for i in rows)
         self.measured.shares["experience"] = taken / sum(lengths.sequences[i] for i in at_once)
         if self.roles.has("reward"):
@@ -190,12 +190,15 @@ class _Rehearsal:
         share = sum(lengths.sequences) / taken
         self.measured.seconds["update"] = ppo.epochs * (share * passed + ppo.minibatches * step)
 
+    def _prompt_ids(self, lengths: Lengths) -> list[tuple[int, ...]]:
+        """Each prompt with a first token of its own: those that are alike would pass through the model once."""
+        each, tokens = self.ppo.responses_per_prompt, self.size.vocabulary - 1
+        return [(i // each % tokens + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
+
     def _sample(self, lengths: Lengths) -> None:
         """Sampling at the batch's size; the whole of it only where that is a matter of seconds."""
-        engine, each = LocalEngine(self.roles, _Given.like(self.encoder)), self.ppo.responses_per_prompt
-        # A first token of its own: prompts that are alike would be passed through the model once.
-        ids = [(i // each % (self.size.vocabulary - 1) + 1, *([0] * (n - 1))) for i, n in enumerate(lengths.prompts)]
-        prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in ids]
+        engine = LocalEngine(self.roles, _Given.like(self.encoder))
+        prompts = [Prompt(({"role": "user", "content": ""},), {"ids": row}) for row in self._prompt_ids(lengths)]
         whole = sum(lengths.responses)
         longest = max(lengths.responses)
         tokens = min(FEW_TOKENS, longest)
@@ -216,25 +219,24 @@ def build_roles(recipe: Recipe, start: Path | str, device: torch.device) -> Role
     trained, frozen = ppo_roles(recipe)
     wanted: list[Role] = [r for r in ("policy", "critic", "reward", "reference") if r in (*trained, *frozen)]  # type: ignore[misc]
     trainable: list[Role] = [r for r in wanted if r in trained]
-    model = load_causal_lm(start, recipe.model.dtype, device)
+    model = load_to_train(start, recipe.model, device)
     if recipe.model.backbone == "shared":
         assert recipe.model.lora_rank and recipe.model.lora_alpha
         return SharedRoles(model, wanted, trainable, recipe.model.lora_rank, recipe.model.lora_alpha, recipe.seed)
     reward = None
     if "reward" in wanted:
-        other = load_causal_lm(start, recipe.model.dtype, device)
+        other = load_to_train(start, recipe.model, device)
         reward = other, new_head(other, "reward", recipe.seed)
     return SeparateRoles.build(model, wanted, trainable, recipe.seed, reward)
 
 
-def _rollouts(lengths: Lengths) -> Rollouts:
-    """Rollouts of these lengths with ids that mean nothing."""
+def _rollouts(lengths: Lengths, prompt_ids: list[tuple[int, ...]]) -> Rollouts:
+    """Rollouts of these lengths, responses of ids that mean nothing."""
     rows = len(lengths.prompts)
     mask_BT = torch.arange(max(lengths.responses)) < torch.tensor(lengths.responses)[:, None]
     prompts = [Prompt(({"role": "user", "content": ""},))] * rows
-    ids = [tuple([0] * n) for n in lengths.prompts]
     zeros_BT = torch.zeros(mask_BT.shape)
-    return Rollouts(prompts, ids, mask_BT.long(), mask_BT, zeros_BT, ["stop"] * rows, [""] * rows, 0)
+    return Rollouts(prompts, prompt_ids, mask_BT.long(), mask_BT, zeros_BT, ["stop"] * rows, [""] * rows, 0)
 
 
 def _first_parts(ppo: PpoConfig, roles: Roles, lengths: Lengths) -> list[int]:

@@ -79,6 +79,7 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     tokens = micro_tokens(recipe, size, lengths)
     at_once = workers * min(tokens // workers, max(64, LOGITS_AT_ONCE // size.vocabulary))
     passes = {"logits": 3 * at_once * size.vocabulary * 4}
+    kept = size.activations(tokens, dtype, recipe.model.activation_checkpointing)
     copy = size.parameters * BYTES[dtype] if recipe.model.backbone == "shared" else 0
     return {
         "generate": {
@@ -87,9 +88,9 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
             "logits": rows * size.vocabulary * (BYTES[dtype] + 16),  # as they come, two in float32, one in float64
         },
         "experience": {**always, **passes, "activations": size.activations(tokens, dtype) // size.layers},
-        "update": {**always, **passes, "gradients": own, "activations": size.activations(tokens, dtype)},
-        # A merged model is made beside the base; separate ones are written as they are.
-        "export": {"weights": weights + 2 * copy},
+        "update": {**always, **passes, "gradients": own, "activations": kept},
+        # Merged weights are made beside the base; separate ones are written as they are.
+        "export": {"weights": weights + copy},
     }
 
 
@@ -132,7 +133,7 @@ def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
             "weights": weights,
             "gradients": own,
             "optimizer": 2 * own,
-            "activations": size.activations(tokens, dtype),
+            "activations": size.activations(tokens, dtype, model.activation_checkpointing),
             "logits": logits,
         }
     if recipe.eval:
@@ -181,6 +182,8 @@ def _candidates(recipe: Recipe) -> list[tuple[str, Any]]:
         found.append(("model.dtype", "bfloat16"))
     if model.lora_rank and model.lora_rank > 1:
         found.append(("model.lora_rank", max(1, model.lora_rank // 4)))
+    if not model.activation_checkpointing:
+        found.append(("model.activation_checkpointing", True))
     found.append(("ppo.micro_tokens", max(1, ppo.micro_tokens // 4)))
     if ppo.rollouts // 4 >= max(each, ppo.minibatches) and ppo.rollouts // 4 % each == 0:
         found.append(("ppo.rollouts", ppo.rollouts // 4))

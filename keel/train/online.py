@@ -24,7 +24,7 @@ from keel.algo.value_loss import explained_variance, popart, value_loss
 from keel.config import GROUPED, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.stream import batch_rows
-from keel.errors import NumberError
+from keel.errors import NumberError, RewardError, StepError
 from keel.models.flops import products_of
 from keel.models.roles import (
     Role,
@@ -41,14 +41,17 @@ from keel.models.side_by_side import add_gradients
 from keel.rewards.base import Reward
 from keel.rollout.engine import Engine, Sampling
 from keel.rollout.local import LocalEngine
+from keel.runs.files import not_finite
 from keel.runs.folder import StageFolder
 from keel.train.choices import Before, Now, advantages, policy_objective
 from keel.train.context import Run, Session
+from keel.train.numbers import check_rows, rows_at_fault, told_rollouts
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 from keel.train.profile import Clock, product_rate, profile_metrics, step_work
 from keel.train.watching import rollout_metrics, shown, write_samples
 from keel.types import Experience, Prompt, Rollouts
 
+ROLES_TRAINED: tuple[Role, ...] = ("policy", "critic")
 FIRST_PENALTY = 1.0
 """Where the penalty of `policy.loss: kl_penalty` starts (advantage per nat); it soon adapts [PPO, section 4]."""
 
@@ -100,7 +103,7 @@ def train_online(
         assert ppo.critic.learning_rate
         peaks["critic"] = ppo.critic.learning_rate
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
-    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo))
+    session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo), best=ppo.keep_best)
     state, each = session.state, ppo.responses_per_prompt
     engine = LocalEngine(roles, encoder)
     products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
@@ -112,31 +115,44 @@ def train_online(
                 set_rate(optimizers[role], rate)
 
             chosen = [prompts[i] for i in batch_rows(len(prompts), ppo.rollouts // each, step, seed)]
-            scored = sample_and_score(learner, engine, reward, chosen, step, state, clock)
-            rollouts, greedy_B = scored.rollouts, scored.greedy_B
-            seen = rollout_metrics(rollouts, scored.given_B, gold, each)
-            clock.lap("score")
-
-            kept = kept_rows(rollouts, ppo)
-            seen["dropped"] = len(rollouts) - len(kept)
+            sampled = sample(learner, engine, chosen, step, clock)
+            rollouts = sampled[0]
+            seen: dict[str, float] = {}
             metrics: dict[str, float] = {}
             learners: list[Role] = []
-            if kept:
-                experience, metrics = make_experience(
-                    learner,
-                    rollouts.select(kept),
-                    scored.scores_B[kept],
-                    torch.tensor(kept) // each,
-                    state,
-                    None if greedy_B is None else greedy_B[kept],
-                    clock,
-                )
+            kept: list[int] = []
+            experience: Experience | None = None
+            try:
+                scored = score_rollouts(learner, reward, sampled, state)
+                seen = rollout_metrics(rollouts, scored.given_B, gold, each)
+                clock.lap("score")
+                kept = kept_rows(rollouts, ppo, scored.scored)
+                seen["dropped"] = len(rollouts) - len(kept)
+                if scored.failed:
+                    seen["unscored"] = len(rollouts) - len(scored.scored)
+                    session.unscored(scored.failed)
+                if kept:
+                    experience, metrics = make_experience(
+                        learner,
+                        rollouts.select(kept),
+                        scored.scores_B[kept],
+                        torch.tensor(kept) // each,
+                        state,
+                        None if scored.greedy_B is None else scored.greedy_B[kept],
+                        clock,
+                    )
+            except StepError as error:
+                error.rows = [kept[b] for b in error.rows] if kept else error.rows
+                error.where = "; ".join(filter(None, (f"ppo, update {step + 1}", error.where)))
+                session.bad_step(error, told_rollouts(rollouts, range(len(rollouts))))
+            if experience:
                 if ppo.has_critic:
                     fresh, critic = metrics["explained_variance"], ppo.critic
                     if fresh >= critic.warmup_explained_variance or step >= critic.warmup_cap:
                         state["warming"] = False
                 learners = ["critic"] if state["warming"] else list(peaks)
-                metrics |= update(learner, experience, step, state, {role: optimizers[role] for role in learners})
+                chosen_optimizers = {role: optimizers[role] for role in learners}
+                metrics |= update(learner, experience, step, state, chosen_optimizers, session.bad_step)
             clock.lap("update")
 
             metrics |= {
@@ -144,20 +160,20 @@ def train_online(
                 "warming": float(state["warming"]),
                 "learning_rate": rates["policy"],
             }
-            if kept and not state["warming"]:  # no policy has moved, no KL to steer by
+            if metrics.get("steps_taken") and not state["warming"]:  # no policy has moved, no KL to steer by
                 _steer(state, metrics, ppo, len(kept))
             session.step += 1
             work = step_work(
                 products,
-                scored.sampled,
-                experience.rollouts if kept else None,
+                sampled,
+                experience.rollouts if experience else None,
                 learners,
                 ppo.epochs * metrics.get("steps_taken", 0.0),
                 roles.has("reward"),
             )
             profile = profile_metrics(clock.laps, work, speed)
             numbers = session.log({**seen, **metrics, **clock.laps, **profile, "seconds": clock.total()})
-            if kept:
+            if experience:
                 write_samples(session, experience)
             task.update(session.step, **shown(numbers))
             session.end_step(session.step == ppo.updates)
@@ -165,48 +181,52 @@ def train_online(
 
 @dataclass(frozen=True)
 class Scored:
-    """What a step sampled. given_B: as the reward gave it; scores_B: as it is trained on; greedy_B: likewise, of the
-    likeliest response to each row's prompt (remax). sampled: all that was generated."""
+    """Scores of a step. given_B: as the reward gave it; scores_B: as it is trained on; greedy_B: likewise, of the
+    likeliest response to each row's prompt (remax). NaN where the reward failed on a response. scored: the other rows.
+    failed: why."""
 
-    rollouts: Rollouts
     given_B: Tensor
     scores_B: Tensor
     greedy_B: Tensor | None
-    sampled: list[Rollouts]
+    scored: frozenset[int]
+    failed: list[RewardError]
 
 
-def sample_and_score(
-    learner: Learner,
-    engine: Engine,
-    reward: Reward,
-    chosen: Sequence[Prompt],
-    step: int,
-    state: dict[str, Any],
-    clock: Clock,
-) -> Scored:
-    """Responses of the policy to the prompts of a step, and their scores. Moves `score_moments` in the state where
-    scores are normalised."""
-    ppo, seed, each = learner.ppo, learner.seed, learner.ppo.responses_per_prompt
-    asked = [prompt for prompt in chosen for _ in range(each)]
+def sample(learner: Learner, engine: Engine, chosen: Sequence[Prompt], step: int, clock: Clock) -> list[Rollouts]:
+    """Responses of the policy to the prompts of a step; for remax also the likeliest response to each prompt."""
+    ppo, seed = learner.ppo, learner.seed
+    asked = [prompt for prompt in chosen for _ in range(ppo.responses_per_prompt)]
     sampling = Sampling(ppo.temperature, learner.max_tokens)
-    rollouts = engine.generate(asked, sampling, seed=seed, step=step, version=step)
-    likeliest = None
+    sampled = [engine.generate(asked, sampling, seed=seed, step=step, version=step)]
     if ppo.advantage == "remax":
-        likeliest = engine.generate(chosen, replace(sampling, temperature=0.0), seed=seed, step=step, version=step)
+        greedy = replace(sampling, temperature=0.0)
+        sampled.append(engine.generate(chosen, greedy, seed=seed, step=step, version=step))
     clock.lap("generate")
+    return sampled
+
+
+def score_rollouts(learner: Learner, reward: Reward, sampled: Sequence[Rollouts], state: dict[str, Any]) -> Scored:
+    """Scores of what `sample` gave. Moves `score_moments` in the state where scores are normalised. Raises NumberError
+    where the sampler's log-probabilities are not finite."""
+    ppo, (rollouts, *likeliest) = learner.ppo, sampled
+    parts = {"the sampler's log-probability": rollouts.sampler_logprobs_BT}
+    check_rows(parts, rollouts.response_mask_BT, "")
     given_B = reward.score(rollouts)
+    known_B = torch.isfinite(given_B)
     if ppo.normalise_scores:
-        state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(given_B))
+        state["score_moments"] = moments.merge(_moments(state, "score"), moments.of(given_B[known_B]))
     known, greedy_B = _moments(state, "score"), None
-    if likeliest:
-        greedy_B = trained_scores(reward.score(likeliest), likeliest, ppo, known).repeat_interleave(each)
-    return Scored(
-        rollouts,
-        given_B,
-        trained_scores(given_B, rollouts, ppo, known),
-        greedy_B,
-        [rollouts, likeliest] if likeliest else [rollouts],
-    )
+    failed = dict(reward.failed)
+    for one in likeliest:
+        try:
+            greedy_B = trained_scores(reward.score(one), one, ppo, known).repeat_interleave(ppo.responses_per_prompt)
+        except StepError as error:
+            error.rows = [p * ppo.responses_per_prompt for p in error.rows]
+            raise
+        known_B &= torch.isfinite(greedy_B)
+        failed |= reward.failed
+    scored = frozenset(known_B.nonzero().flatten().tolist())
+    return Scored(given_B, trained_scores(given_B, rollouts, ppo, known), greedy_B, scored, list(failed.values()))
 
 
 def make_experience(
@@ -219,6 +239,7 @@ def make_experience(
     clock: Clock | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """All that an update needs, from the weights before it. Metrics are over the response tokens of these rollouts.
+    Raises NumberError where any of it is not finite, before anything in the state has moved.
 
     groups_B: which rows answer one prompt. greedy_B: score of each prompt's likeliest response, for remax. Moves
     `return_moments` in the state, and the critic's head with them, where the critic has popart. clock:
@@ -236,6 +257,8 @@ def make_experience(
         estimator = ppo.kl.estimator
         kl_BT = exact_kl_BT(roles, *passes) if estimator == "exact" else ESTIMATORS[estimator](policy_BT, reference_BT)
         clock.lap("reference")
+    parts = {"the policy's log-probability": policy_BT, "the reference's log-probability": reference_BT}
+    check_rows({**parts, "the KL": kl_BT, "the reward": scores_B}, mask_BT, "")
     in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
     rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
@@ -259,6 +282,16 @@ def make_experience(
         # Explained variance is against what really came, not against returns that hold the critic's own guesses.
         metrics["explained_variance"] = explained_variance(before_BT, came_BT, mask_BT).item()
     advantages_BT, returns_BT = advantages(ppo, rewards_BT, mask_BT, before_BT, beyond_B, groups_B, greedy_B)
+    check_rows(
+        {
+            **({} if before_BT is None else {"the critic's value": before_BT}),
+            "the reward per token": rewards_BT,
+            "the advantage": advantages_BT,
+            **({} if returns_BT is None else {"the return": returns_BT}),
+        },
+        mask_BT,
+        "",
+    )
     if ppo.has_critic and ppo.critic.popart:
         assert returns_BT is not None
         _move_popart(roles, state, returns_BT[mask_BT])
@@ -277,18 +310,31 @@ def make_experience(
     return experience, metrics
 
 
+def _reraise(error: StepError, batch: Sequence[Mapping[str, Any]]) -> None:
+    raise error
+
+
 def update(
-    learner: Learner, experience: Experience, step: int, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
+    learner: Learner,
+    experience: Experience,
+    step: int,
+    state: Mapping[str, Any],
+    optimizers: Mapping[str, Optimizer],
+    bad_step: Callable[[StepError, Sequence[Mapping[str, Any]]], None] = _reraise,
 ) -> dict[str, float]:
     """Epochs of minibatches of micro-batches; each minibatch is one step of each optimizer that is given.
 
     The order of rows is drawn from (seed, step). Without the policy's optimizer only the critic learns. Ends early at a
     minibatch whose approximate KL passes `policy.target_kl`, without that step. Returns means over the minibatches that
     were stepped; `first_log_ratio` is the largest |log ratio| of the very first one.
+
+    bad_step: told of a minibatch with a number that is not finite, with its rows; where it returns, that minibatch is
+    left out.
     """
     ppo, rows_in_all = learner.ppo, len(experience.rollouts)
     minibatches = min(ppo.minibatches, rows_in_all)
     planned = ppo.epochs * minibatches
+    bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
     totals: Counter[str] = Counter()
     first: dict[str, float] = {}
     done = 0
@@ -297,25 +343,39 @@ def update(
         order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([learner.seed, step, epoch]))).permutation(
             rows_in_all
         )
-        for number, rows in enumerate(np.array_split(order, minibatches)):
+        for number, rows in enumerate(part.tolist() for part in np.array_split(order, minibatches)):
             where = f"ppo, update {step + 1}, epoch {epoch + 1}, minibatch {number + 1}"
-            metrics = accumulate(learner, experience, rows.tolist(), state, optimizers.keys(), where)
-            largest = metrics.pop("log_ratio_abs_max", None)
+            try:
+                metrics = accumulate(learner, experience, rows, state, optimizers.keys(), where)
+                if bad := not_finite(metrics):
+                    raise NumberError(f"{bad} is not finite; no weight was changed", where=where)
+                largest = metrics.pop("log_ratio_abs_max", None)
+                # Not before the first step: there the policy is the old one, and all that is measured is rounding.
+                if done and ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
+                    for optimizer in optimizers.values():
+                        optimizer.zero_grad(set_to_none=True)
+                    return _means(totals, done, planned) | first
+                if learner.ptx and "policy" in optimizers:
+                    metrics["ptx_loss"] = learner.ptx(step * planned + done)
+                for role, norm in guarded_step(optimizers, bounds, where).items():
+                    metrics[f"{role}_grad_norm"] = norm
+            except NumberError as error:
+                if not error.final:
+                    error.rows = _rows_at_fault(learner, experience, rows, state, optimizers.keys())
+                bad_step(error, told_rollouts(experience.rollouts, rows, experience.scores_B))
+                continue
             if largest is not None and not done:
                 first["first_log_ratio"] = largest
-            # Not before the first step: there the policy is the old one, and all that is measured is rounding.
-            if done and ppo.policy.target_kl and metrics.get("approx_kl", 0.0) > ppo.policy.target_kl:
-                for optimizer in optimizers.values():
-                    optimizer.zero_grad(set_to_none=True)
-                return _means(totals, done, planned) | first
-            if learner.ptx and "policy" in optimizers:
-                metrics["ptx_loss"] = learner.ptx(step * planned + done)
-            bounds = {"policy": ppo.policy.max_grad_norm, "critic": ppo.critic.max_grad_norm}
-            for role, norm in guarded_step(optimizers, bounds, where).items():
-                metrics[f"{role}_grad_norm"] = norm
             totals.update(metrics)
             done += 1
     return _means(totals, done, planned) | first
+
+
+def _rows_at_fault(
+    learner: Learner, experience: Experience, rows: list[int], state: Mapping[str, Any], learners: Collection[str]
+) -> list[int]:
+    parameters = [p for role in ROLES_TRAINED if role in learners for p in learner.roles.parameters(role).values()]
+    return rows_at_fault(rows, lambda some: accumulate(learner, experience, some, state, learners, "alone"), parameters)
 
 
 def accumulate(
@@ -367,31 +427,36 @@ def accumulate(
         loss, _ = value_loss(values_BT, before_BT, returns_BT, old.mask_BT, ppo.critic.clip, tokens)
         return _finite(loss, "critic", where), loss.item()
 
-    def learn(role: Role, loss_of: Callable[[list[int]], tuple[Tensor, Any]]) -> list[Any]:
-        workers = roles.workers(role)
-        parts = micro_batches(lengths_with_kin([sequences[i] for i in rows]), ppo.micro_tokens, workers)
-        return add_gradients(loss_of, parts, list(roles.parameters(role).values()), workers)
+    losses: dict[str, Callable[[list[int]], tuple[Tensor, Any]]] = {"policy": policy_loss, "critic": critic_loss}
+    taught: list[Role] = [role for role in ROLES_TRAINED if role in learners]
+    workers = min(roles.workers(role) for role in taught)
+    # Where cores work side by side, each takes a role rather than a piece of both: fewer and larger operations.
+    lengths = lengths_with_kin([sequences[i] for i in rows])
+    parts = micro_batches(lengths, ppo.micro_tokens, max(1, workers // len(taught)))
+    jobs = [(role, part) for role in taught for part in parts]
+    parameters = [parameter for role in taught for parameter in roles.parameters(role).values()]
+    found = add_gradients(lambda job: losses[job[0]](job[1]), jobs, parameters, workers)
+    told = {role: [what for (own, _), what in zip(jobs, found, strict=True) if own == role] for role in taught}
 
     totals: dict[str, float] = {}
-    if "policy" in learners:
-        found = learn("policy", policy_loss)
-        largest = max(metrics.pop("log_ratio_abs_max") for metrics in found)
-        loss = sum(metrics.pop("policy_loss") for metrics in found)
+    if "policy" in told:
+        largest = max(metrics.pop("log_ratio_abs_max") for metrics in told["policy"])
+        loss = sum(metrics.pop("policy_loss") for metrics in told["policy"])
         sums = Counter[str]()
-        for metrics in found:
+        for metrics in told["policy"]:
             sums.update(metrics)
         totals = {"policy_loss": loss, "log_ratio_abs_max": largest, **{name: n / tokens for name, n in sums.items()}}
-    if "critic" in learners:
-        totals["value_loss"] = sum(learn("critic", critic_loss))
+    if "critic" in told:
+        totals["value_loss"] = sum(told["critic"])
     return totals
 
 
-def kept_rows(rollouts: Rollouts, ppo: PpoConfig) -> list[int]:
-    """Rows that are trained on. With `truncated: drop` those that ended by themselves; where a response is compared
-    with others to its prompt, one whose others were all dropped goes too."""
-    if ppo.truncated != "drop":
-        return list(range(len(rollouts)))
-    kept = [b for b, finish in enumerate(rollouts.finish) if finish == "stop"]
+def kept_rows(rollouts: Rollouts, ppo: PpoConfig, scored: Collection[int]) -> list[int]:
+    """Rows that are trained on: those that have a score, and with `truncated: drop` ended by themselves; where a
+    response is compared with others to its prompt, one whose others were all left out goes too."""
+    kept = [b for b in range(len(rollouts)) if b in scored]
+    if ppo.truncated == "drop":
+        kept = [b for b in kept if rollouts.finish[b] == "stop"]
     groups = Counter(b // ppo.responses_per_prompt for b in kept)
     alone = ppo.advantage in GROUPED
     return [b for b in kept if not alone or groups[b // ppo.responses_per_prompt] > 1]
@@ -432,7 +497,7 @@ def _steer(state: dict[str, Any], metrics: Mapping[str, float], ppo: PpoConfig, 
 
 
 def _means(totals: Mapping[str, float], done: int, planned: int) -> dict[str, float]:
-    return {name: value / done for name, value in totals.items()} | {"steps_taken": done / planned}
+    return {name: value / max(done, 1) for name, value in totals.items()} | {"steps_taken": done / planned}
 
 
 def _finite(loss: Tensor, part: str, where: str) -> Tensor:
@@ -440,6 +505,6 @@ def _finite(loss: Tensor, part: str, where: str) -> Tensor:
         raise NumberError(
             f"the {part}'s loss is {loss.item()}; the optimizer did not step",
             where=where,
-            remedy="look at the rewards of this step; the same command goes on from the last checkpoint",
+            remedy="the same command goes on from the last checkpoint",
         )
     return loss

@@ -40,7 +40,7 @@ def guarded_step(
 
     Raises:
         NumberError: a norm is not finite; no optimizer has stepped by then, and all gradients are cleared. Or a weight
-            is not after the step, which must not be saved.
+            is not after the step, which must not be saved (`final`).
     """
     norms: dict[str, float] = {}
     for name, optimizer in optimizers.items():
@@ -56,6 +56,7 @@ def guarded_step(
                     "a weight is no longer finite after this step, which is not saved",
                     where=where,
                     remedy="lower the learning rate; the same command goes on from the last checkpoint",
+                    final=True,
                 )
     for optimizer in optimizers.values():
         optimizer.zero_grad(set_to_none=True)
@@ -63,7 +64,6 @@ def guarded_step(
         raise NumberError(
             f"the gradient of the {bad[0]} has the norm {norms[bad[0]]}; no weight was changed",
             where=where,
-            remedy="lower the learning rate, or look at the rewards and rows of this step; "
-            "the same command goes on from the last checkpoint",
+            remedy="lower the learning rate; the same command goes on from the last checkpoint",
         )
     return norms

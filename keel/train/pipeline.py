@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 
 from keel import metrics as registry
-from keel.config import Recipe
+from keel.config import Recipe, is_remote
 from keel.errors import RunError
 from keel.models.loading import check_place, file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
-from keel.rewards.functions import FunctionReward, source_hash
+from keel.rewards.functions import source_hash
+from keel.rewards.named import reward_named
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
@@ -26,7 +27,16 @@ from keel.train.preference import preference_stage
 from keel.train.summary import draw, summarise
 
 STAGES = ("base", "sft", "reward", "preference", "ppo", "eval")
-UNIMPORTANT = {"checkpoint_every", "shown"}
+UNIMPORTANT = {
+    "checkpoint_every",
+    "keep_best",
+    "shown",
+    "timeout",
+    "max_failed",
+    "retries",
+    "rows_per_request",
+    "token_env",
+}
 """Settings that change no result: a stage made with another value is the same stage."""
 
 
@@ -60,6 +70,7 @@ class Pipeline:
         self.fingerprints: dict[str, str] = {}
         self.inputs: dict[str, dict[str, Any]] = {}
         self.results: dict[str, dict[str, Any]] = {}
+        self.worked = False
 
     def go(self) -> None:
         """All stages of the recipe, or the one that was asked for; then the summary, when there is an evaluation."""
@@ -67,7 +78,7 @@ class Pipeline:
         if recipe.model.path not in ("sandbox", "smollm2"):
             check_place(recipe.model.path)
         if recipe.ppo and recipe.ppo.reward != "model":
-            FunctionReward.named(recipe.ppo.reward)  # a mistake in it should show before an hour of SFT
+            reward_named(recipe.ppo)  # a mistake in it should show before an hour of SFT
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
         rows = read_inputs(recipe, data, self.run.console)
@@ -87,7 +98,7 @@ class Pipeline:
             inputs: dict[str, Any] = {"data": rows.prompts.sha256}
             if recipe.ppo.data:  # what is held out of the file is not trained on
                 inputs["held_out"] = len(rows.heldout_prompts)
-            if recipe.ppo.reward != "model":
+            if recipe.ppo.reward != "model" and not is_remote(recipe.ppo.reward):
                 inputs["reward_function"] = source_hash(recipe.ppo.reward)
             if rows.ptx:
                 inputs["ptx_data"] = rows.ptx.sha256
@@ -98,6 +109,8 @@ class Pipeline:
             self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
             summarise(self.run, self.results)
         self._manifest()
+        if not self.worked:
+            self.run.console.line(f"{recipe.name} is finished; nothing was left to do", "green")
 
     def _preference(self, start: Path | str, rows: Inputs, data: Path) -> Path:
         read = rows.preferences
@@ -150,6 +163,7 @@ class Pipeline:
         result = stage.finished(fingerprint) if state == "finished" else None
         if result is None:
             self.run.stop_if_asked(f"before stage {name}")
+            self.worked = True
             console.rule(name)
             self._manifest()
             began = time.monotonic()

@@ -32,7 +32,7 @@ from keel.train.inputs import read_judgements, split_prompts
 from keel.train.reward import Comparisons, micro_groups, pair_places
 from keel.train.stages import accuracy_ceiling, build_policy, compare, save_tokenizer
 from keel.train.supervised import Plan, fit
-from keel.types import PreferencePair, Thumb, TokenSequence
+from keel.types import PreferencePair, Prompt, Thumb, TokenSequence
 
 REFERENCE_FREE = ("simpo", "orpo")
 """Losses that ask for no reference."""
@@ -225,8 +225,11 @@ def chance_above(up_B: Tensor, down_B: Tensor) -> float:
 
 
 Judgements = ReadResult[PreferencePair] | ReadResult[Thumb]
-Work = tuple[list[int], Callable[[list[int]], dict[str, float]], Callable[[], dict[str, float]], dict[str, Any]]
-"""Lengths of the rows to train on, a step over some of them, the held-out numbers, and what was found in the data."""
+Work = tuple[
+    list[Prompt], list[int], Callable[[list[int]], dict[str, float]], Callable[[], dict[str, float]], dict[str, Any]
+]
+"""Prompts and lengths of the rows to train on, a step over some of them, the held-out numbers, and what was found in
+the data."""
 
 
 def preference_stage(
@@ -246,9 +249,11 @@ def preference_stage(
             prompts = read_prompts(data / world.PROMPTS).records
             ranked = world.collect_preferences(run, stage, LocalEngine(roles, encoder), prompts, settings)
         read = read_judgements(SourceConfig(path=[str(ranked)]), settings)
-    lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(run, roles, encoder, read.records)
+    asked, lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(
+        run, roles, encoder, read.records
+    )
     plan = Plan.of(settings, len(lengths))
-    numbers = fit(run, stage, settings.loss, roles, "policy", len(lengths), plan, step, measure, lengths)
+    numbers = fit(run, stage, settings.loss, roles, "policy", asked, plan, step, measure, lengths)
     if settings.loss not in (*REFERENCE_FREE, "kto") and numbers["heldout_reward_chosen"] < 0:
         run.console.line(
             "preferred responses are less likely now than under the SFT model, the others by still more: the loss sees "
@@ -278,6 +283,7 @@ def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> 
     found = {"pairs": sum(map(len, train)), "prompts": len(train), "heldout_pairs": sum(map(len, held))}
     found["heldout_prompts"] = len(held)
     return (
+        [pairs_of_one[0].prompt for pairs_of_one in train],
         [group.longest for group in groups[: len(train)]],
         lambda rows: pair_pass(roles, pairs, rows, settings, pad_id),
         measure,
@@ -315,7 +321,8 @@ def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) ->
         return {"heldout_accuracy": chance_above(up_B, down_B), "heldout_reward_chosen": up_B.mean().item()}
 
     lengths = [len(row.sequence) for row in rows]
-    return lengths, lambda some: thumb_pass(roles, thumbs, some, settings, pad_id), measure, found
+    asked = [thumb.prompt for group in train for thumb in group]
+    return asked, lengths, lambda some: thumb_pass(roles, thumbs, some, settings, pad_id), measure, found
 
 
 def _reference(

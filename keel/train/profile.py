@@ -77,6 +77,8 @@ def step_work(
 
     Tokens are those of responses for `generate`, of prompts with responses for the others; padding is none.
 
+    A prompt of several responses is needed once, but in the update, whose minibatches part them.
+
     sampled: what was generated. trained: the rows that experience was made of. passes: how often the update went over
     them. learned_reward: a function costs no model FLOP.
     """
@@ -94,8 +96,9 @@ def step_work(
     if trained is None:
         return work
     lengths, unembedded = [len(s) for s in trained.sequences()], int(trained.lengths_B.sum())
-    once = Work(sum(lengths), products.forward(lengths, unembedded))
-    work |= {"policy": once, "reference": once, "values": Work(once.tokens, products.forward(lengths, 0))}
+    again = products.forward(_repeated_prompt_tokens(trained), 0)
+    once = Work(sum(lengths), products.forward(lengths, unembedded) - again)
+    work |= {"policy": once, "reference": once, "values": Work(once.tokens, products.forward(lengths, 0) - again)}
     backward = sum(products.training(lengths, unembedded if role == "policy" else 0) for role in learners)
     return work | {"update": Work(passes * once.tokens, passes * backward)}
 
@@ -139,8 +142,8 @@ def profile_of(stage: StageFolder, dtype: str) -> dict[str, Any]:
     return {
         "parts": parts,
         "seconds": spent + sum(saves),
-        "utilisation": sum(line["utilisation"] * line["seconds"] for line in lines) / spent,
-        "product_rate": lines[-1]["product_rate"],
+        "utilisation": sum(line["utilisation"] * line["seconds"] for line in lines) / (spent or 1.0),
+        "product_rate": lines[-1]["product_rate"] if lines else 0.0,
         "dtype": dtype,
     }
 

@@ -77,7 +77,8 @@ def pair_loss(
 
         def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
             some = [groups[rows[i]] for i in part]
-            chosen_B, rejected_B = _score_pairs(roles, some, pad_id)
+            scores_B = micro_group_scores(roles, [group.sequences for group in some], pad_id)
+            chosen_B, rejected_B = scores_B[pair_places(some).to(roles.device)]
             weights = [1 / len(group.pairs) for group in some for _ in group.pairs]
             margins = [m for group in some for m in group.margins]
             loss, metrics = bradley_terry(
@@ -99,36 +100,33 @@ def pair_loss(
     return step
 
 
-def accuracy(
-    roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int
-) -> tuple[float, tuple[float, float]]:
+def accuracy(groups: Sequence[Comparisons], scores: Sequence[Tensor]) -> tuple[float, tuple[float, float]]:
     """Share of pairs in which the preferred response scores higher, and its interval; equal scores count half."""
-    hits = ordered(roles, groups, pad_id, micro_tokens)
-    return clustered_share([right_B.sum().item() for right_B in hits], [len(group.pairs) for group in groups])
+    hits = [sum(rights(group, scores_K)) for group, scores_K in zip(groups, scores, strict=True)]
+    return clustered_share(hits, [len(group.pairs) for group in groups])
 
 
-def ordered(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> list[Tensor]:
-    """Of each group, which pairs are scored as they were preferred: [pairs], 1, 0, or 1/2 where scores are equal."""
+def rights(group: Comparisons, scores_K: Tensor) -> list[float]:
+    """Of each pair: 1 where the preferred response scores higher, 0 where the other does, 1/2 where neither."""
+    score = scores_K.tolist()
+    return [float(score[a] > score[b]) + 0.5 * (score[a] == score[b]) for a, b in group.pairs]
+
+
+def group_scores(roles: Roles, groups: Sequence[Comparisons], pad_id: int, micro_tokens: int) -> list[Tensor]:
+    """The reward model's scores of the responses of each group, [K] each."""
     workers = roles.workers("reward")
     parts = micro_groups(groups, micro_tokens, workers)
     found = [torch.empty(0)] * len(groups)
 
     @torch.inference_mode()
-    def right(part: list[int]) -> Sequence[Tensor]:
-        chosen_B, rejected_B = _score_pairs(roles, [groups[i] for i in part], pad_id)
-        right_B = (chosen_B > rejected_B).float() + 0.5 * (chosen_B == rejected_B).float()
-        return right_B.split([len(groups[i].pairs) for i in part])
+    def score(part: list[int]) -> Sequence[Tensor]:
+        some = [groups[i].sequences for i in part]
+        return micro_group_scores(roles, some, pad_id).cpu().split([len(sequences) for sequences in some])
 
-    for part, rights in zip(parts, side_by_side(right, parts, workers), strict=True):
-        for i, right_B in zip(part, rights, strict=True):
-            found[i] = right_B
+    for part, scores in zip(parts, side_by_side(score, parts, workers), strict=True):
+        for i, scores_K in zip(part, scores, strict=True):
+            found[i] = scores_K
     return found
-
-
-def _score_pairs(roles: Roles, groups: Sequence[Comparisons], pad_id: int) -> tuple[Tensor, Tensor]:
-    scores_B = micro_group_scores(roles, [group.sequences for group in groups], pad_id)
-    chosen, rejected = pair_places(groups).to(roles.device)
-    return scores_B[chosen], scores_B[rejected]
 
 
 def pair_places(groups: Sequence[Comparisons]) -> Tensor:

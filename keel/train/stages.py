@@ -5,19 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from keel import sandbox
 from keel.config import Recipe
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_preferences, read_prompts
 from keel.data.stream import batch_rows
-from keel.models.loading import load_causal_lm, load_encoder
+from keel.evaluate.judge import judge_report
+from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
 from keel.rewards.base import Reward
-from keel.rewards.functions import FunctionReward
 from keel.rewards.learned import LearnedReward
+from keel.rewards.named import reward_named
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
@@ -27,11 +29,13 @@ from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows
 from keel.train.online import Learner, train_online
 from keel.train.profile import profile_of, profile_sentence
-from keel.train.reward import Comparisons, accuracy, normalise, ordered, pair_loss
+from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss, rights
 from keel.train.sft import mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair
 
+WORST, WORST_PAIRS = "worst_pairs.jsonl", 20
+"""The held-out pairs whose preferred response the reward model puts furthest below the other."""
 NORMALISE_STEP = 1 << 41
 """Sampling step of the replies over which the reward model is normalised."""
 
@@ -54,7 +58,7 @@ def sft_stage(
     used = [read.records[i] for i in (*train_rows, *held_rows)]
     sequences = [encoder.sequence(d.prompt, d.response) for d in used]
     train, held = sequences[: len(train_rows)], sequences[len(train_rows) :]
-    model = load_causal_lm(start, recipe.model.dtype, run.device)
+    model = load_to_train(start, recipe.model, run.device)
     roles: Roles = (
         SeparateRoles({"policy": model}, {}, ["policy"])
         if sft.tuning == "full"
@@ -67,7 +71,7 @@ def sft_stage(
         "sft",
         roles,
         "policy",
-        len(train),
+        [d.prompt for d in used[: len(train)]],
         plan,
         token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
@@ -114,11 +118,8 @@ def reward_stage(
     groups, held_groups = ([compare(encoder, pairs) for pairs in some] for some in (train, held))
     plan = Plan.of(settings, len(train))
 
-    found: dict[str, tuple[float, float]] = {}
-
-    def measure() -> dict[str, float]:
-        share, found["accuracy_interval"] = accuracy(roles, held_groups, encoder.pad_id, settings.micro_tokens)
-        return {"heldout_accuracy": share}
+    def score_held_out() -> list[Tensor]:
+        return group_scores(roles, held_groups, encoder.pad_id, settings.micro_tokens)
 
     step = pair_loss(
         roles,
@@ -129,10 +130,22 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
-    numbers = fit(
-        run, stage, "reward model", roles, "reward", len(train), plan, step, measure, [g.longest for g in groups]
+    asked = [pairs[0].prompt for pairs in train]
+    fit(
+        run,
+        stage,
+        "reward model",
+        roles,
+        "reward",
+        asked,
+        plan,
+        step,
+        lambda: {"heldout_accuracy": accuracy(held_groups, score_held_out())[0]},
+        [g.longest for g in groups],
     )
-    asked = [train[i % len(train)][0].prompt for i in range(settings.normalise_samples)]
+    scores = score_held_out()  # raw, as the loss sees them
+    share, interval = accuracy(held_groups, scores)
+    asked = [asked[i % len(asked)] for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
             asked,
@@ -146,8 +159,9 @@ def reward_stage(
     roles.save_headed("reward", stage.model)
     save_tokenizer(encoder, stage.model)
     result: dict[str, Any] = {
-        "accuracy": numbers["heldout_accuracy"],
-        **found,
+        "accuracy": share,
+        "accuracy_interval": interval,
+        "report": judge(stage, held, held_groups, scores),
         "pairs": sum(map(len, train)),
         "prompts": len(train),
         "heldout_pairs": sum(map(len, held)),
@@ -158,15 +172,38 @@ def reward_stage(
         "raw_sd": sd,
     }
     if recipe.sandbox:
-        rights = ordered(roles, held_groups, encoder.pad_id, settings.micro_tokens)
-        reached = sandbox.pairwise_accuracy(
-            gold_gaps(held),
-            [share for right_B in rights for share in right_B.tolist()],
-            recipe.sandbox.annotator_temperature,
-        )
+        right = [x for group, scores_K in zip(held_groups, scores, strict=True) for x in rights(group, scores_K)]
+        reached = sandbox.pairwise_accuracy(gold_gaps(held), right, recipe.sandbox.annotator_temperature)
         ceiling = accuracy_ceiling(recipe, held)["accuracy_ceiling"]
         result |= {"accuracy_ceiling": ceiling, "accuracy_of_ceiling": reached / ceiling}
     return result
+
+
+def judge(
+    stage: StageFolder,
+    held: Sequence[Sequence[PreferencePair]],
+    groups: Sequence[Comparisons],
+    scores: Sequence[Tensor],
+) -> dict[str, Any]:
+    """What held-out pairs tell of a reward model (`evaluate.judge`); writes those it has most wrong into a file."""
+    raw = [scores_K.tolist() for scores_K in scores]
+    margins = [own[a] - own[b] for own, group in zip(raw, groups, strict=True) for a, b in group.pairs]
+    pairs = [pair for some in held for pair in some]
+    wrong = sorted((i for i, margin in enumerate(margins) if margin < 0), key=lambda i: margins[i])
+    world.write_lines(
+        stage.path / WORST,
+        (
+            {
+                "margin": margins[i],
+                "prompt": list(pairs[i].prompt.messages),
+                "preferred": pairs[i].chosen,
+                "other": pairs[i].rejected,
+            }
+            for i in wrong[:WORST_PAIRS]
+        ),
+    )
+    lengths = [[len(s.response_ids) for s in group.sequences] for group in groups]
+    return judge_report(raw, lengths, [group.pairs for group in groups])
 
 
 def gold_gaps(held: Sequence[Sequence[PreferencePair]]) -> list[float]:
@@ -212,9 +249,7 @@ def ppo_stage(
     )
     frozen: list[Role] = [r for r in ("reference", "reward") if roles.has(r)]
     before = {role: roles.fingerprint(role) for role in frozen}
-    source: Reward = (
-        LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else FunctionReward.named(ppo.reward)
-    )
+    source: Reward = LearnedReward(roles, encoder.pad_id, ppo.micro_tokens) if reward_folder else reward_named(ppo)
     gold = world.gold_reward().score if recipe.sandbox else None
     learner = Learner(
         roles,
@@ -229,7 +264,7 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    if all(line["warming"] for line in read_lines(stage.metrics)):
+    if all(line.get("warming") for line in read_lines(stage.metrics)):
         run.console.line(
             f"the policy took no step: the critic's warm-up lasted for all {ppo.updates} updates; lower "
             f"ppo.critic.warmup_cap ({ppo.critic.warmup_cap}), or raise ppo.updates",
@@ -259,13 +294,13 @@ def build_policy(run: Run, start: Path | str) -> Roles:
     """The policy alone, for training; until its first step it is the model that it starts from."""
     if run.recipe.model.backbone == "separate":
         return _separate(run, start, ["policy"], None)
-    return _shared(run.recipe, load_causal_lm(start, run.recipe.model.dtype, run.device), ["policy"], ["policy"])
+    return _shared(run.recipe, load_to_train(start, run.recipe.model, run.device), ["policy"], ["policy"])
 
 
 def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:
     if run.recipe.model.backbone == "separate":
         return _separate(run, start, [*wanted, "reference"], reward_folder)
-    model = load_causal_lm(start, run.recipe.model.dtype, run.device)
+    model = load_to_train(start, run.recipe.model, run.device)
     trainable: list[Role] = [r for r in wanted if r in ("policy", "critic") or reward_folder is None]
     roles = _shared(run.recipe, model, [*wanted, "reference"], trainable)
     if reward_folder:
@@ -274,12 +309,17 @@ def _with_reference(run: Run, start: Path | str, wanted: list[Role], reward_fold
 
 
 def _separate(run: Run, start: Path | str, wanted: list[Role], reward_folder: Path | None) -> Roles:
-    dtype = run.recipe.model.dtype
-    reward = load_headed(load_causal_lm(reward_folder, dtype, run.device), reward_folder) if reward_folder else None
+    reward = (
+        load_headed(load_to_train(reward_folder, run.recipe.model, run.device), reward_folder)
+        if reward_folder
+        else None
+    )
     trainable: list[Role] = [
         r for r in wanted if r in ("policy", "critic") or (r == "reward" and reward_folder is None)
     ]
-    return SeparateRoles.build(load_causal_lm(start, dtype, run.device), wanted, trainable, run.recipe.seed, reward)
+    return SeparateRoles.build(
+        load_to_train(start, run.recipe.model, run.device), wanted, trainable, run.recipe.seed, reward
+    )
 
 
 def _shared(recipe: Recipe, model: Any, wanted: list[Role], trainable: list[Role]) -> SharedRoles:

@@ -21,7 +21,11 @@ def draw(run: Run, best_gold: float | None) -> None:
         return
     ppo = run.recipe.ppo
     rows = list(read_lines(run.folder.stage("ppo").metrics))
-    draw_curves(rows, run.folder.path / PICTURE, f"{run.recipe.name}: PPO", ppo.kl.target if ppo else None, best_gold)
+    target = ppo.kl.target if ppo else None
+    try:
+        draw_curves(rows, run.folder.path / PICTURE, f"{run.recipe.name}: PPO", target, best_gold)
+    except OSError as error:
+        run.console.line(f"no {PICTURE}: {error}", "yellow")
 
 
 def summary_of(run: Run, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def _of_training(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         for name in ("accuracy", "accuracy_interval", "accuracy_ceiling", "accuracy_of_ceiling"):
             if name in results["reward"]:
                 found[f"reward_model_{name}"] = results["reward"][name]
+        found["reward_model_report"] = results["reward"]["report"]
     if "preference" in results:
         found["preference_accuracy"] = results["preference"]["heldout_accuracy"]
         for name in ("accuracy_interval", "accuracy_ceiling"):
@@ -126,6 +131,8 @@ def _rows(s: Mapping[str, Any]) -> list[list[str]]:
     for name, label in (("reward_model", "reward model accuracy"), ("preference", "accuracy of the preference")):
         if f"{name}_accuracy" in s:
             rows.append([label, "", f"{s[f'{name}_accuracy']:.1%}", _accuracy_note(s, name)])
+    if "reward_model_report" in s:
+        rows.append(["   how sure, and of what", "", *_report_note(s["reward_model_report"])])
     if "best_of" in s:
         rows += _best_rows(s, s["best_of"])
     by_stage = ", ".join(f"{name} {seconds:.0f}" for name, seconds in s["seconds_by_stage"].items())
@@ -149,6 +156,20 @@ def _accuracy_note(s: Mapping[str, Any], name: str) -> str:
         f"95 % interval {low:.1%} to {high:.1%}"
         + (f"; best reachable {ceiling:.1%}" if ceiling else "")
         + (f", {share:.1%} of it reached" if share else "")
+    )
+
+
+def _report_note(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Calibration and length of a reward model, for the table."""
+    sides = [
+        f"{report[key]:.1%}"
+        for key in (f"accuracy_{which}_preferred" for which in ("longer", "shorter"))
+        if key in report
+    ]
+    told = f"; accuracy where the longer, the shorter was preferred: {', '.join(sides)}" if len(sides) == 2 else ""
+    return (
+        f"{report['calibration_error']:.1%}",
+        f"calibration error; correlation of score and length {report['length_correlation']:.2f}{told}",
     )
 
 

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 
 from keel.config import PreferenceConfig, RewardConfig, SftConfig
 from keel.data.stream import batch_rows, steps_for
+from keel.errors import NumberError
 from keel.models.roles import Role, Roles
+from keel.runs.files import not_finite
 from keel.runs.folder import StageFolder
 from keel.train.context import Run, Session
+from keel.train.numbers import rows_at_fault, told_prompt
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
+from keel.types import Prompt
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving, and
-    the share until which the peak is held."""
+    """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving,
+    the share until which the peak is held, and the metric whose best checkpoint is kept."""
 
     steps: int
     batch: int
@@ -24,6 +28,7 @@ class Plan:
     max_grad_norm: float
     checkpoint_every: int
     hold: float = 0.0
+    keep_best: str | None = None
 
     @classmethod
     def of(cls, settings: SftConfig | RewardConfig | PreferenceConfig, rows: int) -> "Plan":
@@ -36,6 +41,7 @@ class Plan:
             settings.warmup,
             settings.max_grad_norm,
             settings.checkpoint_every,
+            keep_best=settings.keep_best,
         )
 
 
@@ -45,7 +51,7 @@ def fit(
     title: str,
     roles: Roles,
     role: Role,
-    rows: int,
+    rows: Sequence[Prompt],
     plan: Plan,
     step_loss: Callable[[list[int]], dict[str, float]],
     held_out: Callable[[], dict[str, float]],
@@ -53,24 +59,35 @@ def fit(
 ) -> dict[str, float]:
     """Trains one role and returns the held-out numbers at the end.
 
+    rows: the prompt of each row, by which errors name it.
     step_loss: given row numbers, adds the gradient of their mean loss and returns metrics.
     held_out: the numbers on rows kept back; called at every checkpoint and at the end.
     lengths: tokens of every row. Given, rows of similar length share a step: less padding where a step is a single
         micro-batch. Not for a mean over tokens of unlike rows: a token of a short row would weigh more.
     Goes on from the newest checkpoint. Raises Interrupted, NumberError, RunError; DataError where batch > rows.
     """
-    optimizer = make_optimizer(roles.parameters(role).values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
-    session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every)
+    parameters = roles.parameters(role)
+    optimizer = make_optimizer(parameters.values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
+    session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every, best=plan.keep_best)
     numbers: dict[str, float] = {}
     with session, run.console.task(title, plan.steps, start=session.step) as task:
         while session.step < plan.steps:
             began = time.monotonic()
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
             set_rate(optimizer, rate)
-            values = step_loss(batch_rows(rows, plan.batch, session.step, run.recipe.seed, lengths))
-            norm = guarded_step(
-                {role: optimizer}, {role: plan.max_grad_norm}, f"{stage.path.name}, step {session.step + 1}"
-            )
+            some = batch_rows(len(rows), plan.batch, session.step, run.recipe.seed, lengths)
+            values: dict[str, float] = {}
+            where = f"{stage.path.name}, step {session.step + 1}"
+            try:
+                found = step_loss(some)
+                if bad := not_finite(found):
+                    raise NumberError(f"{bad} is not finite; no weight was changed", where=where)
+                norm = guarded_step({role: optimizer}, {role: plan.max_grad_norm}, where)
+                values = {**found, "grad_norm": norm[role]}
+            except NumberError as error:
+                if not error.final:
+                    error.rows = rows_at_fault(some, step_loss, parameters.values())
+                session.bad_step(error, [told_prompt(row, rows[row]) for row in some])
             session.step += 1
             last = session.step == plan.steps
             if last or session.step % plan.checkpoint_every == 0:
@@ -78,12 +95,11 @@ def fit(
             session.log(
                 {
                     **values,
-                    "grad_norm": norm[role],
                     "learning_rate": rate,
                     "seconds": time.monotonic() - began,
                     **(numbers if last or session.step % plan.checkpoint_every == 0 else {}),
                 }
             )
-            task.update(session.step, **values, **numbers)
+            task.update(session.step, **{n: v for n, v in values.items() if n != "grad_norm"}, **numbers)
             session.end_step(last)
     return numbers or held_out()

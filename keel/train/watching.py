@@ -16,16 +16,19 @@ SHOWN_SAMPLES = 4
 def rollout_metrics(
     rollouts: Rollouts, scores_B: Tensor, gold: Callable[[Rollouts], Tensor] | None, each: int
 ) -> dict[str, float]:
-    """Metrics of responses as they came, before any penalty. each: responses per prompt."""
+    """Metrics of responses as they came, before any penalty; scores of those that have one (the others are NaN). each:
+    responses per prompt."""
+    known_B = torch.isfinite(scores_B)
+    own_B = scores_B[known_B]
     seen = {
-        "score": scores_B.mean().item(),
-        "score_sd": scores_B.std(correction=0).item(),
+        "score": own_B.mean().item(),
+        "score_sd": own_B.std(correction=0).item(),
         "length": rollouts.lengths_B.float().mean().item(),
         "eos_rate": sum(finish == "stop" for finish in rollouts.finish) / len(rollouts),
         "distinct": len(set(rollouts.texts)) / len(rollouts),
     }
     if each > 1:
-        seen["equal_groups"] = equal_group_fraction(scores_B, torch.arange(len(rollouts)) // each).item()
+        seen["equal_groups"] = equal_group_fraction(own_B, (torch.arange(len(rollouts)) // each)[known_B]).item()
     if gold:
         seen["gold"] = gold(rollouts).mean().item()
     return seen

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel import sandbox
 from keel.config import PreferenceConfig, Recipe, RewardConfig
-from keel.data.formats import RANKING
+from keel.data.records import RANKING
 from keel.models.separate import SeparateRoles
 from keel.rewards.functions import FunctionReward
 from keel.rollout.engine import Engine, Sampling
@@ -80,7 +80,7 @@ def build_base(run: Run, stage: StageFolder) -> dict[str, Any]:
         "pretraining the base model",
         roles,
         "policy",
-        len(rows),
+        [Prompt(({"role": "user", "content": text},), {}, "a transcript") for text in texts[PRETRAIN_HELD_OUT:]],
         plan,
         token_loss(roles, "policy", rows, pad, PRETRAIN_MICRO_TOKENS),
         lambda: mean_loss(roles, "policy", held, pad, PRETRAIN_MICRO_TOKENS),

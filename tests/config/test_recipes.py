@@ -70,6 +70,7 @@ def test_there_are_recipes():
         (tree(preference={"data": SOURCE, "loss": "cdpo", "undesirable_weight": 2.0}), "it belongs to kto"),
         (tree(preference={"data": SOURCE, "loss": "orpo", "likelihood": 0.1}), "orpo does not do"),
         (tree(preference={"data": SOURCE, "loss": "kto", "batch": 1}), "at least 2"),
+        (tree(preference={"data": SOURCE, "loss": "kto", "keep_best": "heldout_loss"}), "kto has no held-out loss"),
         (tree(preference={"data": SOURCE, "loss": "dop"}), "preference.loss"),
         (tree(preference={"data": SOURCE, "loss": "cdpo", "label_smoothing": 0.5}), "less than 0.5"),
         (tree(preference={}), "preference.data is missing"),

@@ -59,6 +59,7 @@ KEYS = {
     "reward_model_accuracy",
     "reward_model_accuracy_ceiling",
     "reward_model_accuracy_of_ceiling",
+    "reward_model_report",
 }
 
 
@@ -94,6 +95,17 @@ def test_the_summary_has_what_it_promises(finished):
     assert summary.keys() >= KEYS
     assert summary["seed"] == 0 and 0 <= summary["win_rate"] <= 1 and summary["gold_best"] == pytest.approx(5.0)
     assert summary["kl_target"] == 6.0 and summary["peak_rss_bytes"] > 1e8
+
+
+def test_the_worst_pairs_are_written_worst_first(finished):
+    lines = [json.loads(line) for line in (finished[0] / "reward" / "worst_pairs.jsonl").read_text().splitlines()]
+    margins = [line["margin"] for line in lines]
+    assert 0 < len(lines) <= 20 and margins == sorted(margins) and max(margins) < 0
+    rankings = [json.loads(line) for line in (finished[0] / "reward" / "preferences.jsonl").read_text().splitlines()]
+    by_prompt = {row["prompt"]: row["ranking"] for row in rankings}
+    for line in lines:
+        ranking = by_prompt[line["prompt"][0]["content"]]
+        assert ranking.index(line["preferred"]) < ranking.index(line["other"])
 
 
 def test_the_trained_model_loads_without_keel(finished):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from keel.errors import RewardError
 from keel.evaluate.best_of import best_of
 from keel.rollout.engine import Sampling
 from keel.types import Finish, Prompt, Rollouts
@@ -44,6 +45,7 @@ class Face:
 
     def __init__(self, values: list[float]):
         self.values = torch.tensor(values)
+        self.failed: dict[int, RewardError] = {}
 
     def score(self, rollouts: Rollouts) -> Tensor:
         return self.values[rollouts.response_ids_BT[:, 0]]

@@ -65,3 +65,9 @@ def test_the_picture_is_a_png_with_panels_for_what_is_there(tmp_path):
     rows = [{"step": step, "score": step / 10, "kl_per_response": step / 5} for step in range(1, 6)]
     draw_curves(rows, tmp_path / "curves.png", "test", kl_target=6.0)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_that_are_not_scored_on_both_sides_are_left_out():
+    nan = float("nan")
+    found = compare_scores(torch.tensor([1.0, nan, 2.0, 5.0]), torch.tensor([2.0, 9.0, nan, 4.0]))
+    assert (found["before"], found["after"], found["win_rate"]) == (3.0, 3.0, 0.5)

@@ -13,9 +13,13 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from keel.errors import ModelError
 from keel.models import decoder
 from keel.models.decoder import covers, packed_hidden
+from keel.models.loading import recompute_activations
+from keel.models.roles import hidden_at
 from keel.models.shared import SharedRoles
 
 KINDS = {
@@ -137,6 +141,65 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(unit: bool, monkeypatch:
     for i in range(2):
         assert (ours[i] - right[i]).norm() <= 1.5 * (theirs[i] - right[i]).norm()
     assert packed_hidden(model, ids, mask).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2"])
+def test_activations_are_computed_again_where_asked_for(kind: str) -> None:
+    """The same numbers; every layer's feed-forward runs a second time, and only for gradients."""
+    if kind == "gpt2":
+        torch.manual_seed(0)
+        plain = GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=40, n_positions=S, bos_token_id=1, eos_token_id=2)
+        ).eval()
+    else:
+        plain = make(kind)
+    again, ids, mask = copy.deepcopy(plain), torch.randint(0, 40, (5, S)), wanted("response", LENGTHS[0])
+    recompute_activations(again)
+    runs: list[int] = []
+    for layer in again.base_model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.get_submodule("mlp").register_forward_pre_hook(lambda *_: runs.append(1))
+    found = []
+    for model in (plain, again):
+        hidden = hidden_at(model, ids, mask)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        found.append((hidden.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+    with torch.no_grad():
+        assert torch.equal(hidden_at(again, ids, mask), found[0][0])
+    assert len(runs) == (
+        9 if kind == "gpt2" else 0
+    )  # forward, again, without gradient; the packed pass calls no module
+
+
+def test_the_packed_pass_computes_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another adapter has come into force before the backward pass."""
+    roles = SharedRoles(make("llama"), ["policy", "critic", "reference"], ["policy", "critic"], 4, 8.0, 0)
+    for parameter in (*roles.parameters("policy").values(), *roles.parameters("critic").values()):
+        parameter.data.normal_(0, 0.3)
+    ids, mask = torch.randint(0, 40, (5, S)), wanted("response", LENGTHS[0])
+    layers: list[int] = []
+    layer = decoder._layer
+    monkeypatch.setattr(decoder, "_layer", lambda *a: [layers.append(1), layer(*a)][1])
+    found = []
+    for again in (False, True):
+        if again:
+            recompute_activations(roles.base)
+        loss = packed_hidden(roles.model("policy"), ids, mask).square().sum()
+        roles.model("critic")
+        own = list(roles.adapters["policy"].values())
+        for parameter in own:
+            parameter.requires_grad_(True)
+        found.append(torch.autograd.grad(loss, own))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and len(layers) == 3 + 6
+
+
+def test_an_architecture_that_cannot_recompute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ModelError, match=r"does not support activation checkpointing[\s\S]*micro_tokens"):
+        recompute_activations(model)
 
 
 def test_padding_and_what_follows_is_never_read() -> None:

@@ -116,6 +116,22 @@ def test_the_newest_are_kept_by_number(tmp_path: Path):
     assert names(tmp_path) == ["step-12"]
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path):
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
+        save(tmp_path, step, *content(step), keep=1, also=[best])
+        assert names(tmp_path) == sorted({f"step-{step}", f"step-{best}"})
+    save(tmp_path, 2, *content(2), keep=1, also=[4])  # later steps were passed over, the best among them too
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path):
+    put(tmp_path, 1, 2)
+    for path in (tmp_path / "step-2").iterdir():
+        os.utime(path, (1, 1))
+    os.utime(tmp_path / "step-2", (1, 1))
+    assert holds(tmp_path, 2) == []
+
+
 def test_nothing_saved(tmp_path: Path):
     assert load_latest(tmp_path / "gone") is None
     assert load_latest(tmp_path) is None

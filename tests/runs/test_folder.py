@@ -132,6 +132,27 @@ def test_the_life_of_a_stage(tmp_path: Path):
     assert not stage.path.exists() and stage.check("f1", parts) == "new"
 
 
+def test_a_first_step_that_could_not_be_taken_is_no_work(tmp_path: Path):
+    stage = StageFolder(tmp_path / "ppo")
+    stage.check("f1", {})
+    stage.bad.mkdir()
+    (stage.bad / "step-1-1.json").write_text("{}")
+    stage.events.write_text('{"step": 1, "event": "bad_step"}\n')
+    assert stage.check("f2", {}) == "new" and not stage.bad.exists()
+    stage.metrics.write_text('{"step": 1}\n')
+    assert stage.check("f2", {}) == "resume"
+
+
+def test_a_result_that_was_changed_is_damaged(tmp_path: Path):
+    stage = StageFolder(tmp_path / "sft")
+    stage.check("f1", {})
+    stage.finish("f1", {}, {"loss": 0.5, "by": {1: (2.0, None)}})
+    assert stage.finished("f1") == {"loss": 0.5, "by": {"1": [2.0, None]}}
+    (stage.path / "done.json").write_text((stage.path / "done.json").read_text().replace("0.5", "0.4"))
+    with pytest.raises(RunError, match="its result is not what was written"):
+        stage.finished("f1")
+
+
 def test_other_inputs_are_shown_and_nothing_is_touched(tmp_path: Path):
     stage = StageFolder(tmp_path / "sft")
     stage.check("f1", {"lr": 0.001, "betas": (0.9, 0.95), "gone": "x", "same": [1]})

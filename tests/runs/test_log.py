@@ -1,5 +1,6 @@
 """Logs: a line an object, cut back to a step, nothing half written kept."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -99,3 +100,11 @@ def test_a_log_that_cannot_be_opened(tmp_path: Path):
         JsonLines(tmp_path / "file" / "m.jsonl")
     with pytest.raises(RunError, match="cannot be used"):
         list(read_lines(tmp_path / "gone.jsonl"))
+
+
+def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match="no plain file"):
+        JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match="no plain file"):
+        list(read_lines(tmp_path / "metrics.jsonl"))

@@ -255,8 +255,8 @@ def test_a_response_left_alone_in_its_group_is_dropped_too(tiny_model):
     _, rollouts = rolled_out("separate", tiny_model, recipe)
     stopped = (0, 4, 5, 6)
     rollouts.finish = ["stop" if b in stopped else "length" for b in range(12)]
-    assert kept_rows(rollouts, recipe.ppo) == [4, 5, 6]
-    assert kept_rows(rollouts, other.ppo) == [0, 4, 5, 6]
+    assert kept_rows(rollouts, recipe.ppo, range(len(rollouts))) == [4, 5, 6]
+    assert kept_rows(rollouts, other.ppo, range(len(rollouts))) == [0, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

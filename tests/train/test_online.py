@@ -125,9 +125,11 @@ def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
-def test_micro_batches_change_no_gradient(kind, tiny_model):
+def test_micro_batches_and_cores_change_no_gradient(kind, tiny_model, monkeypatch):
+    """Whole, in pieces, and with as many cores as roles (each then takes a role)."""
     gradients = []
-    for tokens in (10_000, 60):
+    for tokens, cores in ((10_000, 1), (60, 1), (10_000, 2), (60, 3)):
+        monkeypatch.setattr("keel.models.separate.workers_for", lambda model, device, cores=cores: cores)
         recipe = recipe_of(micro_tokens=tokens)
         assert recipe.ppo
         roles, rollouts = rolled_out(kind, tiny_model, recipe)
@@ -142,10 +144,12 @@ def test_micro_batches_change_no_gradient(kind, tiny_model):
                 if p.grad is not None
             }
         )
-    whole, split = gradients
-    assert whole.keys() == split.keys() and len(whole) > 10
-    for name, gradient in whole.items():
-        torch.testing.assert_close(split[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+    whole, *others = gradients
+    assert len(whole) > 10
+    for other in others:
+        assert whole.keys() == other.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_experience_worked_by_hand(tiny_model):

@@ -82,7 +82,7 @@ def test_memory_of_the_moments_by_hand():
     }
     assert found["export"] == {"weights": 3 * 1000 * 4}
     shared = ppo_memory(recipe_of({"backbone": "shared", "lora_rank": 3}), SIZE, LENGTHS)
-    assert shared["export"]["weights"] - shared["update"]["weights"] == 2 * 1000 * 4  # merged beside the base
+    assert shared["export"]["weights"] - shared["update"]["weights"] == 1000 * 4  # merged beside the base
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [(100, 14), (7, 7), (1, 7)])

@@ -1,5 +1,6 @@
 """The preference stage: its losses and gradients, what it starts from, that it learns, that it can be broken off."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ def run_stage(folder: Path, kind: str, model: Path, loss: str, read=None, stop_a
 
 class StopAfter:
     """In an Interrupt's place: asks to stop once so many steps are logged."""
+
+    number = signal.SIGINT
 
     def __init__(self, log: Path, steps: int):
         self.log, self.steps = log, steps

@@ -52,6 +52,9 @@ def test_work_of_a_step():
     assert work["policy"] == work["reference"] == Work(8, FULL.forward([5, 3], 5))
     assert work["values"] == Work(8, FULL.forward([5, 3], 0))
     assert work["update"] == Work(16, 2 * (FULL.training([5, 3], 5) + FULL.training([5, 3], 0)))
+    whole = step_work(FULL, [rollouts], rollouts, ["policy"], passes=1.0, learned_reward=True)
+    assert whole["policy"] == Work(11, FULL.forward([5, 3, 3], 6) - FULL.forward([2], 0))
+    assert whole["update"] == Work(11, FULL.training([5, 3, 3], 6))  # minibatches part responses to one prompt
     function = step_work(FULL, [rollouts], None, [], passes=0.0, learned_reward=False)
     assert function.keys() == {"generate", "score"} and function["score"] == Work(11, 0.0)
 

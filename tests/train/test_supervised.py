@@ -9,7 +9,7 @@ from keel.errors import NumberError
 from keel.models.roles import scores_B
 from keel.train.inputs import split_rows
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
-from keel.train.reward import Comparisons, accuracy, normalise, pair_loss
+from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss
 from keel.train.sft import mean_loss, token_loss
 from tests.tiny import backbone, comparisons, sequences
 
@@ -113,12 +113,12 @@ def test_the_reward_model_learns_its_pairs_and_is_normalised(kind, tiny_model):
         set_rate(optimizer, 5e-3)
         step(list(range(6)))
         guarded_step({"reward": optimizer}, {"reward": 1.0}, "here")
-    assert accuracy(roles, groups, 0, 4000)[0] > 0.95
+    assert accuracy(groups, group_scores(roles, groups, 0, 4000))[0] > 0.95
     samples = sequences(30, seed=9)
     normalise(roles, samples, 0, 4000)
     after = scores_B(roles, samples, 0, 4000)
     assert abs(after.mean()) < 1e-4 and abs(after.std(correction=0) - 1) < 1e-4
-    assert accuracy(roles, groups, 0, 4000)[0] > 0.95
+    assert accuracy(groups, group_scores(roles, groups, 0, 4000))[0] > 0.95
 
 
 def test_at_most_so_many_rows_are_trained_on_and_the_same_ones_are_held_out():

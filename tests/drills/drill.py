@@ -1,0 +1,332 @@
+"""Strikes at a short PPO run: kill -9, a full disk, damaged checkpoints, a fuzzed run folder. `make drills`.
+
+    python -m tests.drills.drill MODE FOLDER STRIKES
+
+One process imports torch once and forks a child for each `keel run`. After every strike the run must go on, and come to
+the bytes of the run that nobody struck, with no file left over.
+"""
+
+import json
+import os
+import pickle
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import keel.train.pipeline  # noqa: F401  # all that a run needs, before the first fork
+from keel import cli
+from keel.metrics import TIMED
+from tests.tiny import write_model
+
+RECIPE: dict[str, Any] = {
+    "name": "x",
+    "threads": 1,
+    "model": {"path": "model", "backbone": "separate", "max_prompt_tokens": 64, "max_response_tokens": 6},
+    "ppo": {
+        "data": {"path": ["rows.jsonl"]},
+        "reward": "fn.py:score",
+        "updates": 4,
+        "rollouts": 6,
+        "minibatches": 2,
+        "checkpoint_every": 1,
+        "policy": {"learning_rate": 1e-3},
+        "critic": {"warmup_cap": 1},
+        "kl": {"controller": "adaptive", "target": 1.0, "horizon": 50},
+    },
+}
+POINTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
+"""Audit events of the file system at which a run may be struck."""
+LONGEST = 600.0
+"""Seconds after which a run counts as hanging."""
+STAGE = Path("runs/x/ppo")
+RUN = ["run", "recipe.yaml"]
+
+
+class Child:
+    """A forked `keel` with its output."""
+
+    def __init__(self, arguments: Sequence[str], first: Callable[[], object] = lambda: None):
+        reader, writer = os.pipe()
+        self.reader, self.output = reader, b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reader)
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(writer), "w", buffering=1) for _ in range(2))
+            code: Any = 99
+            try:
+                first()
+                cli.main(list(arguments))
+            except SystemExit as left:
+                code = left.code or 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                sys.stdout.flush()
+                os._exit(code)
+        os.close(writer)
+
+    def wait(self, seconds: float = LONGEST) -> int | None:
+        """The exit code, -9 where it was killed; None where it still runs after so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self.reader], [], [], left)[0]:
+                block = os.read(self.reader, 1 << 16)
+                if not block:
+                    os.close(self.reader)
+                    return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                self.output += block
+        return None
+
+    def kill(self) -> int | None:
+        """kill -9."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+
+def keel_(*arguments: str, first: Callable[[], object] = lambda: None) -> tuple[int, str]:
+    """Runs to the end; a run that hangs fails the drill."""
+    child = Child(arguments, first)
+    code = child.wait()
+    if code is None:
+        child.kill()
+    assert code is not None, f"it hangs: {child.output.decode()[-2000:]}"
+    return code, child.output.decode()
+
+
+def strike_after(points: int) -> Callable[[], None]:
+    """Kills the process itself at a file-system operation."""
+
+    def first() -> None:
+        left = points
+
+        def hook(event: str, args: object) -> None:
+            nonlocal left
+            if event in POINTS:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+
+    return first
+
+
+def strike_once(path: Path) -> Callable[[], None]:
+    """Kills the process at the first file-system operation after `path` is there."""
+
+    def first() -> None:
+        def hook(event: str, args: object) -> None:
+            if event in POINTS and os.access(path, os.F_OK):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+
+    return first
+
+
+def result(folder: Path = Path()) -> dict[str, Any]:
+    """All that must be the same however often a run was struck: every file's name, weights, samples, metrics."""
+    root = folder / STAGE.parent
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name != "bad")
+    weights = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.suffix == ".safetensors"}
+    lines = map(json.loads, (folder / STAGE / "metrics.jsonl").read_text().splitlines())
+    metrics = [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+    return {
+        "names": names,
+        "weights": weights,
+        "metrics": metrics,
+        "samples": (root / "ppo/samples.jsonl").read_bytes(),
+    }
+
+
+def same(whole: dict[str, Any]) -> None:
+    """Asserts that the run in this folder has come to what the unbroken one came to."""
+    mine = result()
+    for name, wanted in whole.items():
+        assert mine[name] == wanted, f"{name} differ: {set(mine[name]) ^ set(wanted) if name == 'names' else ''}"
+
+
+def prepare(folder: Path) -> dict[str, Any]:
+    """Writes model, data and recipe, and makes the unbroken run, whose result comes back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    pid = os.fork()  # torch must have done nothing in the process that forks
+    if pid == 0:
+        write_model(Path("model"), layers=1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    Path("fn.py").write_text("def score(response):\n    return -len(response) / 10\n")
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"Where is lamp {i}?"}) + "\n" for i in range(30)))
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    code, output = keel_(*RUN)
+    assert code == 0, output
+    return result()
+
+
+def kills(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
+    """kill -9 at a random time, or at a random file-system operation, of which most are inside saving."""
+    shutil.rmtree("runs")
+    began, finished = time.monotonic(), 0
+    assert keel_(*RUN)[0] == 0
+    longest = time.monotonic() - began
+    struck, points = 0, 400.0
+    while struck < strikes:
+        by_time = struck % 2 == 0
+        child = Child(RUN, (lambda: None) if by_time else strike_after(chance.randrange(int(points))))
+        code = child.wait(chance.uniform(0, longest) if by_time else LONGEST)
+        code = child.kill() if code is None else code
+        assert code in (0, -9), child.output.decode()
+        struck += code == -9
+        if code == 0:
+            same(whole)
+            finished += 1
+            shutil.rmtree("runs")
+            points, longest = (points, 0.9 * longest) if by_time else (max(50.0, 0.8 * points), longest)
+    code, output = keel_(*RUN)
+    assert code == 0, output
+    same(whole)
+    sys.stdout.write(f"{struck} strikes, {finished + 1} runs finished\n")
+
+
+def damage(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
+    """A byte flipped in each file of the newest checkpoint, each file missing, a clock set back."""
+    shutil.rmtree("runs")
+    keel_(*RUN, first=strike_once(STAGE / "checkpoints/step-3"))
+    shutil.move("runs", "struck")
+    newest = STAGE / "checkpoints/step-3"
+    for name in ("manifest.json", "state.json", "tensors.safetensors"):
+        for how in ("flipped", "missing"):
+            shutil.copytree("struck", "runs")
+            file = newest / name
+            if how == "flipped":
+                content = bytearray(file.read_bytes())
+                content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+                file.write_bytes(content)
+            else:
+                file.unlink()
+            code, output = keel_(*RUN)
+            assert code == 0 and "passed over a damaged checkpoint: step-3 passed over" in output, output
+            assert "going on from step 2" in output, output
+            same(whole)
+            shutil.rmtree("runs")
+    shutil.copytree("struck", "runs")
+    for path in newest.parent.rglob("*"):
+        os.utime(path, (1, 1) if "step-3" in str(path) else None)
+    code, output = keel_(*RUN)
+    assert code == 0 and "going on from step 3" in output, output
+    same(whole)
+
+
+def disk(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
+    """A small disk that fills at random, where this process may mount one; else a limit on the size of files."""
+    shutil.rmtree("runs")
+    Path("runs").mkdir()
+    size = 8 << 20
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "keel-drill", "runs"], check=False)
+    try:
+        full = 0
+        for _ in range(max(2, strikes // 4)):
+            most = chance.randrange(1, 600_000)
+
+            def shrink(most: int = most) -> None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+            filler = Path("runs/filler")
+            if not mounted.returncode:
+                filler.write_bytes(bytes(max(0, shutil.disk_usage("runs").free - 3 * most)))
+            code, output = keel_(*RUN, first=(lambda: None) if not mounted.returncode else shrink)
+            assert code in (0, 2) and "Traceback" not in output, output
+            full += code == 2
+            filler.unlink(missing_ok=True)
+            code, output = keel_(*RUN)
+            assert code == 0, output
+            same(whole)
+            shutil.rmtree("runs/x")
+        sys.stdout.write(f"{'a tmpfs' if not mounted.returncode else 'a size limit'}: full {full} times\n")
+    finally:
+        if not mounted.returncode:
+            subprocess.run(["umount", "runs"], check=True)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch struck-by-a-pickle",)
+
+
+def fuzz(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
+    """Any file of a finished and of a broken-off run is changed at random: no traceback, no code run, no hang."""
+    shutil.copytree("runs", "finished")
+    shutil.rmtree("runs")
+    keel_(*RUN, first=strike_once(STAGE / "checkpoints/step-3"))
+    shutil.move("runs", "broken")
+    codes: dict[int, int] = {}
+    for number in range(strikes):
+        source = ("finished", "broken")[number % 2]
+        shutil.rmtree("runs", ignore_errors=True)
+        shutil.copytree(source, "runs")
+        files = sorted(path for path in Path("runs").rglob("*") if path.is_file() and path.name != ".lock")
+        victim = chance.choice(files)
+        how = mutate(victim, chance)
+        command = RUN if number % 3 else ["resume", "runs/x", "--ppo.reward", "fn.py:score"]
+        code, output = keel_(*command)
+        assert code in (0, 2, 3) and "Traceback" not in output, f"{source} {victim} {how}: {code}\n{output}"
+        assert not Path("struck-by-a-pickle").exists(), f"{victim} was unpickled"
+        codes[code] = codes.get(code, 0) + 1
+    sys.stdout.write(f"exit codes {codes}\n")
+
+
+def mutate(victim: Path, chance: random.Random) -> str:
+    """Changes a file in one of many ways and says how."""
+    content = bytearray(victim.read_bytes())
+    how = chance.choice(["flip", "cut", "empty", "noise", "pickle", "nested", "list", "folder", "link", "pipe", "gone"])
+    victim.unlink()
+    if how == "flip" and content:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    new = {
+        "flip": bytes(content),
+        "cut": bytes(content[: chance.randrange(len(content) + 1)]),
+        "empty": b"",
+        "noise": chance.randbytes(100),
+        "pickle": pickle.dumps(Bomb()),
+        "nested": b"[" * 100_000,
+        "list": b"[1]\n",
+    }
+    if how in new:
+        victim.write_bytes(new[how])
+    elif how == "folder":
+        victim.mkdir()
+    elif how == "link":
+        victim.symlink_to("nowhere")
+    elif how == "pipe":
+        os.mkfifo(victim)
+    return how
+
+
+def main() -> None:
+    """MODE FOLDER STRIKES."""
+    torch.set_num_threads(1)
+    mode, folder, strikes = sys.argv[1], Path(sys.argv[2]).resolve(), int(sys.argv[3])
+    modes = {"kills": kills, "damage": damage, "disk": disk, "fuzz": fuzz}
+    modes[mode](prepare(folder), strikes, random.Random(int(os.environ.get("KEEL_DRILL_SEED", "0"))))
+
+
+if __name__ == "__main__":
+    main()
