@@ -4,6 +4,7 @@ A line that cannot be read is given back as the error that says why, so that who
 reader can get over is raised.
 """
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -92,10 +93,16 @@ def text_lines(path: str, lines: Iterable[Line], column: str) -> Iterator[Row]:
 
 def not_utf8(raw: bytes, at: int, source: str, offset: int) -> DataError:
     """The error of a byte that is no UTF-8, at `raw[at]`; `offset` is where `raw` starts in the unpacked file."""
+    if offset == 0 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        remedy = "It begins as UTF-16 does. Convert it with iconv -f utf-16 -t utf-8."
+    elif b"\0" in raw:
+        remedy = "It holds zero bytes, as text does not: give a text file, or another suffix for another format."
+    else:
+        remedy = "Convert the file to UTF-8, for example with iconv -f latin1 -t utf-8."
     return DataError(
         f"Not UTF-8: byte 0x{raw[at]:02x}.",
         where=f"{source}, byte {offset + at}",
-        remedy="Convert the file to UTF-8, for example with iconv -f latin1 -t utf-8.",
+        remedy=remedy,
     )
 
 

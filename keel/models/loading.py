@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -80,7 +81,9 @@ def load_size(path: str | Path) -> Size:
     """
     check_place(path)
     try:
-        return size_of(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
+        return size_of(_config(path))
+    except ModelError:
+        raise
     except Exception as error:  # as above
         raise ModelError(
             f"the model's config cannot be used: {_first_line(error)}",
@@ -149,10 +152,19 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     return model
 
 
+def _config(path: str | Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # as above
+        raise ModelError(
+            f"the model's config cannot be used: {_first_line(error)}", where=str(path), remedy=A_MODEL
+        ) from None
+
+
 def _check_length(path: str | Path, settings: ModelConfig) -> None:
     """Raises ModelError where prompt and response may be longer than the model's positions reach: a table of learned
     ones ends there, and rotary ones were never trained beyond."""
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).get_text_config()
+    config = _config(path).get_text_config()
     most, longest = getattr(config, "max_position_embeddings", None), settings.max_prompt_tokens
     longest += settings.max_response_tokens
     if isinstance(most, int) and longest > most:
@@ -165,7 +177,7 @@ def _check_length(path: str | Path, settings: ModelConfig) -> None:
 
 def _check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ModelError where the tokenizer has tokens that the model has no embedding for, as after adding some."""
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).get_text_config()
+    config = _config(path).get_text_config()
     last, rows = max(tokenizer.get_vocab().values()), config.vocab_size
     if last >= rows:
         raise ModelError(
@@ -181,7 +193,7 @@ def _check_sizes(path: str | Path) -> None:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:  # a Hub id, or no weights at all
         return
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    config = _config(path)
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(config).state_dict()
     for file in files:

@@ -1,13 +1,17 @@
 """What a source of rewards may cost: seconds a call, and the share of a batch that may fail."""
 
+import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 AGAIN_SECONDS = 1.0
 """A function that swallowed the first strike gets another after so long, and again."""
+STRIKES = 5
+"""One that has swallowed so many, as a retry loop with a bare `except:` does, ends the process; nothing else would."""
 
 
 class TookTooLong(BaseException):
@@ -24,9 +28,17 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    armed = True
+    armed, strikes = True, 0
 
     def strike(number: int, frame: FrameType | None) -> None:
+        nonlocal strikes
+        strikes += 1
+        if armed and strikes > STRIKES:
+            told = f"keel: a reward function goes on after {STRIKES} interruptions at its limit of {seconds:g} seconds"
+            remedy = "let it raise what is no Exception, as `except Exception` does; the same command goes on"
+            where = traceback.format_stack(frame)[-1].strip()
+            os.write(2, f"\n{told}\n  where:  {where}\n  remedy: {remedy}\n".encode())
+            os._exit(2)  # what is saved stays as it is, as after a kill
         if armed:
             raise TookTooLong
 

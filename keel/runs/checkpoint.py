@@ -81,7 +81,8 @@ def save(
         raise RunError(
             f"the checkpoint of step {step} could not be saved: {error}",
             where=str(folder),
-            remedy="free some space and make the folder writable; the run resumes from the checkpoint before",
+            remedy="free some space and make the folder writable; the same command goes on from "
+            + ("the checkpoint before" if folder.is_dir() and _steps(folder) else "the start of the stage"),
         ) from error
     return target
 

@@ -178,7 +178,7 @@ class Session:
             self.run.console.line(f"left out, {skipped} of at most {allowed}: {error.what} ({error.where})", "yellow")
             return
         hint = "" if error.final or damaged else f"; --skip-bad-steps {skipped} leaves this step out"
-        error.remedy = "; ".join(filter(None, (f"the batch is in {file}{hint}", error.remedy)))
+        error.remedy = "; ".join(filter(None, (error.remedy, f"the batch is in {file}{hint}")))
         raise error
 
     def unscored(self, errors: Sequence[StepError]) -> None:

@@ -108,6 +108,9 @@ class Pipeline:
             held_out = rows.heldout_prompts
             self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
             summarise(self.run, self.results)
+        elif self.worked and self.results:
+            last = self.run.folder.stage(list(self.results)[-1])
+            self.run.console.line(f"the stage {last.path.name} left its model in {last.model}", "green")
         self._manifest()
         if not self.worked:
             self.run.console.line(f"{recipe.name} is finished; nothing was left to do", "green")
@@ -178,6 +181,10 @@ class Pipeline:
             result["seconds"] = time.monotonic() - began
             result["model"] = _hash_of(stage)
             stage.finish(fingerprint, parts, result)
+            if cut := {what: count for what, count in result.get("cut", {}).items() if count}:
+                told = ", ".join(f"{count} {what}" for what, count in cut.items())
+                limits = self.recipe.model.max_prompt_tokens, self.recipe.model.max_response_tokens
+                console.line(f"{told} (limits: prompt {limits[0]}, response {limits[1]} tokens)", "yellow")
         else:
             if result.get("model") != _hash_of(stage):
                 raise RunError(

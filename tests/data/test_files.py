@@ -273,3 +273,19 @@ def test_every_file_of_the_shared_folder_reads_as_it_is(shared: Path):
     assert files == set(readers)
     for name, read in readers.items():
         assert read(shared / "data" / name).records
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"prompt": "a"}'.encode("utf-16"), "iconv -f utf-16"),
+        (b"\x89PNG\x00\x01", "zero bytes"),
+        ('{"prompt": "caf\xe9"}'.encode("latin-1"), "iconv -f latin1"),
+    ],
+)
+def test_what_is_not_utf8_is_told_by_what_it_looks_like(content, told, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="Not UTF-8") as caught:
+        read_prompts(file)
+    assert caught.value.remedy and told in caught.value.remedy

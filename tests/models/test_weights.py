@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from keel.config import ModelConfig
 from keel.errors import ModelError
-from keel.models.loading import file_hash, load_encoder, load_tokenizer
+from keel.models.loading import file_hash, load_encoder, load_size, load_tokenizer
 from keel.models.roles import checkpoint_tensors, logprobs_BT, restore_tensors, scores_B
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
@@ -194,3 +194,14 @@ def test_the_hash_of_a_folder_sees_what_is_no_file(tiny_model, tmp_path):
         put(place)
         seen.add(file_hash(tmp_path / "model"))
     assert len(seen) == 2  # whole, and without its weights
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "nope"}', "{", "[]"])
+def test_a_config_of_no_known_architecture_is_told(content, tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "config.json").write_text(content)
+    for read in (load_size, lambda path: load_encoder(path, ModelConfig(path=str(path)))):
+        with pytest.raises(ModelError) as caught:
+            read(folder)
+        assert caught.value.where and caught.value.remedy

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +92,25 @@ def test_the_bound_is_a_share_of_the_batch_and_all_failing_is_the_end():
     with pytest.raises(RewardError) as caught:
         FunctionReward(lambda response: raises(), "mine", None, 0.9).score(rollouts(3))
     assert caught.value.final
+
+
+def test_a_function_that_swallows_every_interruption_ends_the_process():
+    """A retry loop with a bare except: no exception of ours ever leaves it."""
+    code = """
+from keel.rewards import limits
+limits.AGAIN_SECONDS = 0.02
+def stubborn():
+    while True:
+        try:
+            while True: sum(range(9))
+        except BaseException:
+            pass
+with limits.time_limit(0.02):
+    stubborn()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "5 interruptions at its limit of 0.02 seconds" in ended.stderr and "stubborn" in ended.stderr
 
 
 def test_a_time_limit_is_put_back_and_holds_in_the_main_thread_only():
