@@ -3,6 +3,7 @@
 import difflib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
 
 from keel.config import Recipe
-from keel.errors import ConfigError, KeelError
+from keel.errors import ConfigError, KeelError, StopAtOnce
 from keel.runs.console import Console
 
 HELP = """\
@@ -49,9 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read the output has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         Console(_stderr()).line("keel: stopped at once; the same command goes on from the last checkpoint", "red")
-        code = 130
+        code = 128 + (error.number if isinstance(error, StopAtOnce) else signal.SIGINT)
     sys.exit(code)
 
 

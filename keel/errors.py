@@ -4,6 +4,7 @@ The command line prints these without a traceback and leaves with `exit_code`. A
 Keel and keeps its traceback.
 """
 
+import signal
 from collections.abc import Sequence
 
 
@@ -75,3 +76,19 @@ class Interrupted(KeelError):
     shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
 
     exit_code = 130
+
+
+class StopAtOnce(KeyboardInterrupt):
+    """A second signal: what is on disk is whole, and nothing more is to be written. number: of that signal."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether this is the user's wish to stop at once. While an `Interrupt` listens, a plain KeyboardInterrupt is not:
+    some code has raised it by itself."""
+    if isinstance(error, StopAtOnce):
+        return True
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -41,7 +41,13 @@ def _profile() -> list[Metric]:
     found = [
         Metric("seconds", "s", "sum", "wall time of the step, without its checkpoint", timed=True),
         Metric("seconds_experience", "s", "sum", "wall time of rewards per token, returns, advantages", timed=True),
-        Metric("seconds_save", "s", "last", "wall time of the checkpoint after the step before", timed=True),
+        Metric(
+            "seconds_save",
+            "s",
+            "last",
+            "wall time that the checkpoint of the step before held up training",
+            timed=True,
+        ),
         Metric("product_rate", "FLOP/s", "last", "of a plain matrix product here, in the model's dtype", timed=True),
         Metric("utilisation", "share", "last", "model FLOP/s of the step by product_rate", timed=True),
     ]

@@ -21,7 +21,7 @@ from keel.classic.losses import mean
 from keel.classic.networks import ActorCritic
 from keel.classic.normalise import ObservationNormaliser, discounted_sums, scale_rewards
 from keel.classic.rollout import Episodes, Rollout, play
-from keel.errors import ConfigError, Interrupted, RunError
+from keel.errors import ConfigError, Interrupted, RunError, StopAtOnce
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
@@ -123,12 +123,12 @@ class Learner:
                     registry.check(set(metrics))
                     log.append({"step": self.updates, **metrics})
                     task.update(min(self.steps, config.steps), **_shown(metrics))
-        except KeyboardInterrupt:
-            raise self._stopped(stage, command) from None
+        except StopAtOnce as error:
+            raise self._stopped(stage, command, error.number) from None
         finally:
             self.environments.close()
         if self.steps + size <= config.steps:
-            raise self._stopped(stage, command)
+            raise self._stopped(stage, command, interrupt.number)
         self._save(stage)
         seconds = time.monotonic() - began
         return {
@@ -144,12 +144,14 @@ class Learner:
             "steps_per_second": self.steps / seconds,
         }
 
-    def _stopped(self, stage: StageFolder, command: str) -> Interrupted:
-        return Interrupted(
+    def _stopped(self, stage: StageFolder, command: str, number: int) -> Interrupted:
+        error = Interrupted(
             f"stopped after {self.steps} steps; the metrics up to there are kept",
             where=str(stage.path),
             remedy=f"{command} --overwrite starts again",
         )
+        error.exit_code = 128 + number
+        return error
 
     def update(self) -> dict[str, float]:
         """Play, experience, one update of the algorithm, and its metrics."""

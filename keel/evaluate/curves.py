@@ -28,10 +28,12 @@ def draw_curves(
     best_gold: float | None = None,
 ) -> None:
     """Writes a PNG with one panel per number that the metrics hold; thin line: each update, thick: a running mean.
-    OSErrors pass through."""
+    OSErrors pass through. Raises ValueError where there is nothing to draw."""
     from matplotlib.figure import Figure
 
     panels = [panel for panel in PANELS if any(panel[0] in row for row in metrics)]
+    if not panels:
+        raise ValueError("the metrics hold nothing to draw")
     figure = Figure(figsize=(7.0, 2.1 * len(panels) + 0.6), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (name, label, colour) in zip(axes, panels, strict=True):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.errors import KeelError, RewardError
+from keel.errors import KeelError, RewardError, is_stop
 from keel.rewards.base import score_rows
 from keel.rewards.limits import TookTooLong, time_limit
 from keel.types import Rollouts
@@ -52,9 +52,9 @@ class FunctionReward:
         place, _, attribute = name.rpartition(":")
         try:
             module = _module(place)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # the user's own code runs here, and may fail in any way, or leave by sys.exit
+            if is_stop(error):
+                raise
             raise RewardError(
                 f"the reward function's module cannot be imported: {_told(error)}",
                 where=name,
@@ -81,7 +81,7 @@ class FunctionReward:
             # Copies, and the mode of gradients put back: whatever the function does to them stays with it.
             with time_limit(self.timeout), torch.set_grad_enabled(torch.is_grad_enabled()):
                 value = self.function(**copy.deepcopy(given))
-        except (KeelError, KeyboardInterrupt):
+        except KeelError:
             raise
         except TookTooLong:
             raise RewardError(
@@ -91,6 +91,8 @@ class FunctionReward:
                 rows=[b],
             ) from None
         except BaseException as error:
+            if is_stop(error):
+                raise
             raise RewardError(
                 f"the reward function raised {_told(error)}",
                 where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def save(
     state: Mapping[str, Any],
     keep: int = 2,
     also: Collection[int] = (),
+    abandoned: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Writes folder/step-N and, when it is safe on disk, removes all but the newest `keep`, itself included, and those
     of the steps in `also`.
@@ -55,10 +56,11 @@ def save(
     Args:
         tensors: on any device, of any dtype that safetensors knows; tied ones are stored once a name.
         state: JSON-like with string keys; floats come back exactly.
+        abandoned: asked after each file whether to give up.
 
     Raises:
         NumberError: a number in `state` is not finite.
-        RunError: too little space, or the disk failed; the older checkpoints are as they were.
+        RunError: too little space, the disk failed, or it was given up; the older checkpoints are as they were.
     """
     assert keep >= 1 and step >= 0
     content = encode(state, where=f"step-{step}/{STATE}", pretty=True)
@@ -69,7 +71,7 @@ def save(
         sync_folder(folder.parent)
         _tidy(folder)
         _require_space(folder, len(content) + sum(tensor.nbytes for tensor in own.values()))
-        _write(temporary, step, own, content)
+        _write(temporary, step, own, content, abandoned)
         _put_in_place(temporary, target)
         steps = _steps(folder)
         past = [number for number in steps if number <= step]
@@ -143,12 +145,15 @@ def _require_space(folder: Path, size: int) -> None:
         )
 
 
-def _write(temporary: Path, step: int, tensors: dict[str, Tensor], state: bytes) -> None:
+def _write(temporary: Path, step: int, tensors: dict[str, Tensor], state: bytes, abandoned: Callable[[], bool]) -> None:
     temporary.mkdir()
     save_file(tensors, temporary / TENSORS)
     (temporary / STATE).write_bytes(state)
     files = {}
     for name in (TENSORS, STATE):
+        if abandoned():
+            shutil.rmtree(temporary)
+            raise RunError(f"the checkpoint of step {step} was given up")
         with open(temporary / name, "rb") as file:
             os.fsync(file.fileno())
             files[name] = {"size": os.fstat(file.fileno()).st_size, "sha256": _digest(temporary / name)}

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from keel.errors import StopAtOnce
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
     """Catches SIGINT and SIGTERM within a `with` block, for a loop that asks `requested` after each step.
 
-    The first signal sets `requested` and calls `tell`; a second one raises KeyboardInterrupt wherever the program is.
+    The first signal sets `requested` and calls `tell`; a second one raises StopAtOnce wherever the program is.
     The handlers from before come back at the end. Outside the main thread Python takes no handlers: nothing happens.
 
     number: of the first signal.
@@ -41,7 +43,7 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
+            raise StopAtOnce(number)
         self.requested, self.number = True, number
         if self._tell is not None:
             # A signal can strike inside a write to the same stream, which Python refuses to enter twice.

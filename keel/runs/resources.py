@@ -38,6 +38,16 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak_rss_bytes()
 
 
+def free_bytes() -> int:
+    """What this process may still take of the memory of its machine or control group, in bytes."""
+    free = memory_bytes() - resident_bytes()
+    meminfo = Path("/proc/meminfo")  # proc(5)
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
+        if line.startswith("MemAvailable:"):
+            free = min(free, int(line.split()[1]) * 1024)
+    return free
+
+
 def restart_peak() -> bool:
     """Lets `peak_rss_bytes` start again from what is held now; False where the system cannot (it then only grows)."""
     try:

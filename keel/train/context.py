@@ -1,8 +1,10 @@
 """What every stage of a run is given, and the start and end that all training loops share: resume, log, checkpoint."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,6 +21,7 @@ from keel.runs.files import write_json
 from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import JsonLines, read_lines
+from keel.runs.saver import Saver
 from keel.runs.state import flatten_optimizer, restore_optimizer
 from keel.train.numbers import damaged_weights
 
@@ -85,6 +88,7 @@ class Session:
         )
         self.saved, self.save_seconds = -1, 0.0
         self.state |= {"skipped": 0, "best": {"metric": "", "step": -1, "value": 0.0}}
+        self._saver, self._best_before = Saver(self.stage.checkpoints, self.run.recipe.keep_checkpoints), {}
         self._last: tuple[int, dict[str, float]] = (0, {})
         found = checkpoint.load_latest(self.stage.checkpoints)
         if found:
@@ -116,17 +120,8 @@ class Session:
         self.run.console.line(f"{self.stage.path.name}: going on from step {self.step}")
 
     def _check_metrics(self) -> None:
-        """Refuses lines that no run wrote, on which the stage's summary would stumble at its end; says what is lost."""
-        steps: set[float] = set()
-        for number, line in enumerate(read_lines(self.stage.metrics), 1):
-            strange = [n for n, value in line.items() if n not in NUMBERS or type(value) not in (int, float)]
-            if strange or "step" not in line:
-                raise RunError(
-                    f"the log is damaged: {strange[0] if strange else 'a line without step'}",
-                    where=f"{self.stage.metrics}:{number}",
-                    remedy="remove that line, or the file",
-                )
-            steps.add(line["step"])
+        """Says what lines are lost; strange ones are refused, on which the stage's summary would stumble at its end."""
+        steps = {line["step"] for line in read_metrics(self.stage.metrics)}
         if len(steps) < self.step:
             self.run.console.line(f"{self.stage.metrics} has lost {self.step - len(steps)} of its lines", "yellow")
 
@@ -188,30 +183,57 @@ class Session:
         self.run.console.line(f"{len(errors)} without a score are left out; the first: {told[0]['what']}", "yellow")
 
     def end_step(self, last: bool) -> None:
-        """Saves when it is time, and raises Interrupted after saving when the user asked to stop."""
-        stop = self.run.interrupt.requested
-        if last or stop or self.step % self.every == 0:
-            self.save()
-        if stop and not last:
-            name = self.stage.path.name
-            raise self.run.interrupted(f"stopped at step {self.step} of stage {name}; everything up to there is saved")
+        """Saves when it is time, and raises Interrupted after saving when the user asked to stop.
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step, unless there is one."""
-        if self.saved == self.step:
+        A save that fails is told and noted, training goes on, and the next save is the next attempt; only where the
+        user asked to stop it is a RunError.
+        """
+        stop = self.run.interrupt.requested and not last
+        self._settle(wait=False)
+        if last or stop or self.step % self.every == 0:
+            self._save(wait=last or stop)
+        if not stop:
             return
+        name = self.stage.path.name
+        if self.saved != self.step:
+            raise RunError(
+                f"stopped at step {self.step} of stage {name}, which could not be saved",
+                where=str(self.stage.checkpoints),
+                remedy="make room or mend the rights; the same command goes on from "
+                + (f"step {self.saved}" if self.saved >= 0 else "the start of the stage"),
+            )
+        raise self.run.interrupted(f"stopped at step {self.step} of stage {name}; everything up to there is saved")
+
+    def _save(self, wait: bool) -> None:
+        """Begins a checkpoint of this step; `_settle` notes its end. wait: until it is on disk."""
         began = time.monotonic()
+        self._settle(wait=True)
         tensors: dict[str, Tensor] = {f"weights/{n}": t for n, t in checkpoint_tensors(self.roles).items()}
         states: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             own, states[name] = flatten_optimizer(optimizer)
             tensors |= {f"{name}/{n}": t for n, t in own.items()}
+        self._best_before = self.state["best"]
         self._weigh()
         content, also = {"optimizers": states, "loop": self.state}, [self.state["best"]["step"]]
-        checkpoint.save(self.stage.checkpoints, self.step, tensors, content, self.run.recipe.keep_checkpoints, also)
+        self._saver.start(self.step, tensors, content, also, wait)
+        if wait:
+            self._settle(wait=True)
         self.save_seconds = time.monotonic() - began
-        self.events.append({"step": self.step, "event": "checkpoint", "seconds": self.save_seconds})
-        self.saved = self.step
+
+    def _settle(self, wait: bool) -> None:
+        """Notes how the checkpoint that was under way ended, once it has. wait: until then."""
+        done = self._saver.finish(wait)
+        if done is None:
+            return
+        if done.error is None:
+            self.saved = done.step
+            self.events.append({"step": done.step, "event": "checkpoint", "seconds": done.seconds})
+            return
+        # What was not saved is not the best that is kept.
+        self.state["best"] = self._best_before
+        self.run.console.line(f"{done.error}\ntraining goes on; the next checkpoint is the next attempt", "red")
+        self.events.append({"step": done.step, "event": "checkpoint_failed", "what": str(done.error)})
 
     def _weigh(self) -> None:
         """Notes this step as the best so far where it is; a step whose metrics lack the number is not compared."""
@@ -226,9 +248,29 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._saver.abandon()
+        else:
+            # A step that failed leaves the checkpoint before it whole; that the disk is full is then of less interest.
+            with contextlib.suppress(*([RunError] if kind else [])):
+                self._settle(wait=True)
         for log in (self.metrics, self.samples, self.events):
             log.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metric log. Raises RunError with file:line for one that no run wrote."""
+    lines = list(read_lines(path))
+    for number, line in enumerate(lines, 1):
+        strange = [n for n, value in line.items() if n not in NUMBERS or type(value) not in (int, float)]
+        if strange or "step" not in line:
+            raise RunError(
+                f"the log is damaged: {strange[0] if strange else 'a line without step'}",
+                where=f"{path}:{number}",
+                remedy="remove that line, or the file",
+            )
+    return lines
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -6,9 +6,8 @@ from typing import Any
 
 from keel.evaluate.curves import can_draw, draw_curves
 from keel.runs.files import write_json
-from keel.runs.log import read_lines
 from keel.runs.resources import peak_rss_bytes
-from keel.train.context import Run
+from keel.train.context import Run, read_metrics
 from keel.train.profile import profile_sentence
 
 PICTURE, SUMMARY = "curves.png", "summary.json"
@@ -20,11 +19,11 @@ def draw(run: Run, best_gold: float | None) -> None:
         run.console.line("no curves.png: matplotlib is not installed (pip install matplotlib)", "dim")
         return
     ppo = run.recipe.ppo
-    rows = list(read_lines(run.folder.stage("ppo").metrics))
+    rows = read_metrics(run.folder.stage("ppo").metrics)
     target = ppo.kl.target if ppo else None
     try:
         draw_curves(rows, run.folder.path / PICTURE, f"{run.recipe.name}: PPO", target, best_gold)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         run.console.line(f"no {PICTURE}: {error}", "yellow")
 
 

@@ -142,15 +142,17 @@ def test_an_interrupt_keeps_what_is_logged(place: Path, monkeypatch: pytest.Monk
     assert len(list(read_lines(stage / "metrics.jsonl"))) == 4
 
 
-def test_a_second_interrupt_stops_at_once(place: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_stops_at_once(place: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     def update(self: Learner) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         raise AssertionError("not reached")
 
     monkeypatch.setattr(Learner, "update", update)
-    with pytest.raises(Interrupted, match="after 0 steps"):
+    with pytest.raises(Interrupted, match="after 0 steps") as stopped:
         train(**SHORT, name="run")
+    assert stopped.value.exit_code == 128 + number
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import keel
+from keel.errors import StopAtOnce, is_stop
 from keel.runs.interrupt import Interrupt
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(keel.__file__).parents[1])}
@@ -54,8 +55,10 @@ def test_first_then_second_then_restored():
         assert not interrupt.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt.requested and told == ["asked"]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with pytest.raises(StopAtOnce) as stopped:
+                os.kill(os.getpid(), number)
+            assert stopped.value.number == number
         assert told == ["asked"]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -81,3 +84,9 @@ def test_nothing_happens_in_another_thread():
     thread.start()
     thread.join()
     assert seen == [False, before]
+
+
+def test_code_that_raises_a_keyboard_interrupt_by_itself_is_not_the_user():
+    assert is_stop(KeyboardInterrupt()) and is_stop(StopAtOnce(15)) and not is_stop(SystemExit())
+    with Interrupt():
+        assert not is_stop(KeyboardInterrupt()) and is_stop(StopAtOnce(15))
