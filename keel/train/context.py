@@ -86,7 +86,7 @@ class Session:
         self.metrics, self.samples, self.events = (
             JsonLines(p) for p in (self.stage.metrics, self.stage.samples, self.stage.events)
         )
-        self.saved, self.save_seconds = -1, 0.0
+        self.saved, self.save_seconds, self._waited = -1, 0.0, 0.0
         self.state |= {"skipped": 0, "best": {"metric": "", "step": -1, "value": 0.0}}
         self._saver, self._best_before = Saver(self.stage.checkpoints, self.run.recipe.keep_checkpoints), {}
         self._last: tuple[int, dict[str, float]] = (0, {})
@@ -217,9 +217,9 @@ class Session:
         self._weigh()
         content, also = {"optimizers": states, "loop": self.state}, [self.state["best"]["step"]]
         self._saver.start(self.step, tensors, content, also, wait)
+        self.save_seconds = self._waited = time.monotonic() - began
         if wait:
             self._settle(wait=True)
-        self.save_seconds = time.monotonic() - began
 
     def _settle(self, wait: bool) -> None:
         """Notes how the checkpoint that was under way ended, once it has. wait: until then."""
@@ -228,7 +228,8 @@ class Session:
             return
         if done.error is None:
             self.saved = done.step
-            self.events.append({"step": done.step, "event": "checkpoint", "seconds": done.seconds})
+            times = {"seconds": done.seconds, "waited": self._waited}
+            self.events.append({"step": done.step, "event": "checkpoint", **times})
             return
         # What was not saved is not the best that is kept.
         self.state["best"] = self._best_before

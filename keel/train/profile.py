@@ -136,7 +136,7 @@ def profile_of(stage: StageFolder, dtype: str) -> dict[str, Any]:
             weighted = sum(line.get(f"{kind}_{name}", 0.0) * line[f"seconds_{name}"] for line in spent)
             if weighted:
                 parts[name][kind] = weighted / seconds
-    saves = [event["seconds"] for event in read_lines(stage.events) if "seconds" in event]
+    saves = [event["waited"] for event in read_lines(stage.events) if "waited" in event]
     parts["save"] = {"seconds": sum(saves)}
     spent = sum(line["seconds"] for line in lines)
     return {

@@ -81,7 +81,7 @@ def test_profile_of_a_stage_weighs_by_time(tmp_path: Path):
                 part = {"seconds_update": seconds, "tokens_per_second_update": speed, "utilisation_update": share}
                 log.append({"step": step, "seconds": seconds, "product_rate": 2e9, "utilisation": share, **part})
         with JsonLines(stage.events) as log:
-            log.append({"step": 2, "event": "checkpoint", "seconds": 0.5})
+            log.append({"step": 2, "event": "checkpoint", "seconds": 2.0, "waited": 0.5})
         found = profile_of(stage, "float32")
     assert found["parts"]["update"] == {"seconds": 4.0, "tokens_per_second": 25.0, "utilisation": pytest.approx(0.2)}
     assert found["parts"]["save"] == {"seconds": 0.5}
