@@ -196,7 +196,7 @@ def _chat(arguments: list[str], console: Console) -> None:
     from keel.evaluate.chat import open_chat
 
     chat = open_chat(*chosen)
-    console.line("one message a line; an empty line or Ctrl-D ends. For example:", "dim")
+    console.line("one message a line; an empty line or Ctrl-D ends" + ". For example:" * bool(chat.examples), "dim")
     for example in chat.examples:
         console.line(f"  {example}", "dim")
     while True:

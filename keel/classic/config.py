@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.config import Fraction, NonNegative, Positive, Rate, Section
+from keel.config import Fraction, NonNegative, Positive, Rate, Section, Threads
 
 Algorithm = Literal["ppo", "trpo", "reinforce"]
 Actions = Literal["discrete", "continuous"]
@@ -34,7 +34,7 @@ class ClassicConfig(Section):
     """The run folder's name under `root`. Null: environment, algorithm and seed."""
     root: str = "runs"
     """Where run folders are made."""
-    threads: Positive = 1
+    threads: Threads = 1
     """CPU threads. Networks this small lose by more."""
     environments: Positive | None = None
     """Environments side by side. Null: 4 with discrete actions, 1 with continuous [CleanRL]."""

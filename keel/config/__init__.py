@@ -5,7 +5,7 @@ would do nothing is refused with the reason. Fields that are null until `Recipe.
 depends on another field.
 """
 
-from keel.config.base import Fraction, NonNegative, Positive, Rate, Section, refuse
+from keel.config.base import Fraction, NonNegative, Positive, Rate, Section, Threads, refuse
 from keel.config.online import (
     GROUPED,
     CriticConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "Section",
     "SftConfig",
     "SourceConfig",
+    "Threads",
     "is_remote",
     "refuse",
 ]

@@ -4,7 +4,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
+LARGEST = 10**9
+"""No count of a run comes near it, and beyond it lies what a mistyped number would ask for."""
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Several = Annotated[int, Field(ge=2, le=LARGEST)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

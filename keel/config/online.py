@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from keel.config.base import Fraction, NonNegative, Positive, Rate, Section, refuse
+from keel.config.base import Count, Fraction, NonNegative, Positive, Rate, Section, refuse
 from keel.config.stages import SourceConfig
 
 
@@ -67,7 +67,7 @@ class CriticConfig(Section):
     """Gradients are scaled down to this norm."""
     warmup_explained_variance: Fraction = 0.3
     """The policy waits until the critic explains this share of the variance of returns on fresh rollouts ..."""
-    warmup_cap: Annotated[int, Field(ge=0)] = 10
+    warmup_cap: Count = 10
     """... or until so many updates have passed (updates)."""
 
     @model_validator(mode="after")
@@ -124,7 +124,7 @@ class ScoringConfig(Section):
     """Of one call of the function, or of one request (seconds)."""
     max_failed: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a batch that may fail; those responses are left out of the update. More end the run. 0: none may."""
-    retries: Annotated[int, Field(ge=0)] = 5
+    retries: Count = 5
     """Remote only: repetitions of a request that fails in passing, after 1, 2, 4, ... seconds (at most 30)."""
     rows_per_request: Positive = 16
     """Remote only: responses per request."""

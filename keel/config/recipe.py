@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from keel.config.base import Positive, Section
+from keel.config.base import Count, Positive, Section, Threads
 from keel.config.online import PpoConfig
 from keel.config.stages import (
     LOSSES_OF,
@@ -34,11 +34,11 @@ class Recipe(Section):
     """Where run folders are made."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: same machine, same seed, same bytes."""
-    threads: Positive | None = None
+    threads: Threads | None = None
     """CPU threads. Null: as many as the machine has cores."""
     keep_checkpoints: Positive = 2
     """The newest checkpoints of a stage that are kept."""
-    skip_bad_steps: Annotated[int, Field(ge=0)] = 0
+    skip_bad_steps: Count = 0
     """So many steps of a stage may be left out because a number in them is not finite (loss, gradient, log-probability)
     or a batch could not be scored; the next one stops the run. 0: the first one does."""
     model: ModelConfig

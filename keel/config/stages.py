@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.config.base import Fraction, NonNegative, Positive, Rate, Section
+from keel.config.base import Count, Fraction, NonNegative, Positive, Rate, Section, Several
 
 LOSSES_OF = {
     "gamma": ("simpo",),
@@ -127,7 +127,7 @@ class RewardConfig(Section):
     """Preference pairs. Null in the sandbox, whose annotators rank samples of the SFT model."""
     prompts: Positive | None = None
     """Sandbox only: prompts that annotators are shown. Null: 1500."""
-    responses_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    responses_per_prompt: Several | None = None
     """Sandbox only: replies per prompt that are ranked, K. Null: 4 [InstructGPT, arXiv:2203.02155: 4 to 9]."""
     max_prompts: Positive | None = None
     """Train on at most so many prompts, drawn by seed. Null: all."""
@@ -153,7 +153,7 @@ class RewardConfig(Section):
     0.01]. 0: none, as scores are normalised after training in any case."""
     held_out: Positive = 300
     """Pairs kept back (whole prompts), on which accuracy is measured."""
-    normalise_samples: Annotated[int, Field(ge=2)] = 256
+    normalise_samples: Several = 256
     """SFT samples over which the score is given mean 0 and sd 1."""
     checkpoint_every: Positive = 100
     """Optimizer steps between checkpoints."""
@@ -173,7 +173,7 @@ class PreferenceConfig(Section):
     is no such stage."""
     prompts: Positive | None = None
     """Sandbox without a reward stage only: prompts that annotators are shown. Null: 1500."""
-    responses_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    responses_per_prompt: Several | None = None
     """Sandbox without a reward stage only: replies per prompt that are ranked. Null: 4."""
     max_prompts: Positive | None = None
     """Train on at most so many prompts, drawn by seed. Null: all."""
@@ -233,7 +233,7 @@ class EvalConfig(Section):
     prompts: Positive = 200
     """Held-out prompts: of the sandbox's held-out split, else kept back from ppo.data, else those of the pairs that
     preference or reward holds out."""
-    best_of: Annotated[int, Field(ge=2)] | None = None
+    best_of: Several | None = None
     """Also judge the best of so many SFT responses to each prompt by the reward, which trains nothing. Null: not."""
-    shown: Annotated[int, Field(ge=0)] = 4
+    shown: Count = 4
     """Before/after samples printed side by side."""

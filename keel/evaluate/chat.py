@@ -1,17 +1,18 @@
 """Talking to a run: the model before PPO (or DPO and its relatives) and the one after it answer side by side."""
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.config import Recipe
 from keel.errors import RunError
-from keel.models.loading import load_causal_lm, load_encoder, pick_device, quiet_transformers
+from keel.models.loading import check_place, file_hash, load_causal_lm, load_encoder, pick_device, quiet_transformers
 from keel.models.separate import SeparateRoles
 from keel.recipe import recorded
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
-from keel.runs.folder import RunFolder
+from keel.runs.folder import RunFolder, StageFolder
 from keel.runs.log import read_lines
 from keel.types import Prompt
 
@@ -46,13 +47,14 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     """Loads the models of a run. Raises RunError where the run has none yet."""
     quiet_transformers()
     run = RunFolder(folder)
-    recipe = recorded(run.manifest(), run.path)
-    places = {"before": _start(run, recipe), "after": run.stage("ppo" if recipe.ppo else "preference").model}
-    missing = [str(place) for place in places.values() if not _is_model(place)]
-    if missing:
-        raise RunError(
-            "this run has no trained model yet", where=", ".join(missing), remedy="finish it with keel run first"
-        )
+    manifest = run.manifest()
+    recipe = recorded(manifest, run.path)
+    trained = "ppo" if recipe.ppo else "preference"
+    before = "sft" if recipe.sft else "base" if recipe.model.path == "smollm2" else None
+    if before is None:
+        _require_base(manifest, trained, recipe.model.path)
+    after = _model(run.stage(trained))
+    places = {"before": _model(run.stage(before)) if before else recipe.model.path, "after": after}
     device = pick_device(recipe.model.device)
     engines: dict[str, LocalEngine] = {}
     for name, place in places.items():
@@ -63,17 +65,33 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     return Chat(engines, sampling, recipe.seed, _examples(run))
 
 
-def _start(run: RunFolder, recipe: Recipe) -> Path:
-    if recipe.sft:
-        return run.stage("sft").model
-    return run.stage("base").model if recipe.model.path == "smollm2" else Path(recipe.model.path)
+def _model(stage: StageFolder) -> Path:
+    """The model of a finished stage. Raises RunError where there is none, or not the one that it left."""
+    result = stage.finished()
+    if result is None:
+        raise RunError(
+            "this run has no trained model yet",
+            where=f"{stage.path}, which is not finished",
+            remedy="finish it with keel run first",
+        )
+    stage.require_model(result, file_hash(stage.model) if stage.model.is_dir() else None)
+    return stage.model
 
 
-def _is_model(place: Path) -> bool:
-    return (place / "config.json").is_file() or (not place.is_absolute() and str(place).count("/") == 1)
+def _require_base(manifest: Mapping[str, Any], trained: str, path: str) -> None:
+    """Raises RunError where the model that the run began with has changed since."""
+    check_place(path)
+    inputs = manifest.get("inputs")
+    parts = inputs.get(trained) if isinstance(inputs, dict) else None
+    if isinstance(parts, dict) and parts.get("stage base") not in (None, file_hash(path)):
+        raise RunError(
+            "the model that the run began with is not as it was then", where=path, remedy="put it back, or run again"
+        )
 
 
 def _examples(run: RunFolder, count: int = 3) -> list[str]:
-    file = run.stage("eval").samples
-    rows: list[dict[str, Any]] = list(read_lines(file)) if file.exists() else []
-    return [row["prompt"] for row in rows[:count]]
+    """Prompts of the evaluation, or of training where there was none."""
+    files = [run.stage(name).samples for name in ("eval", "ppo")]
+    rows = (row for file in files if file.exists() for row in read_lines(file))
+    prompts = dict.fromkeys(row["prompt"] for row in rows if isinstance(row.get("prompt"), str))
+    return list(itertools.islice(prompts, count))

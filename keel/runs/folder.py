@@ -1,5 +1,6 @@
 """A run's folder: one writer at a time, stages that know what made them, and a manifest. No torch here."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -10,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from keel.errors import RunError
+from keel.errors import Interrupted, KeelError, RunError
 from keel.runs.files import decode, encode, read_json, write_json
 
 StageState = Literal["new", "resume", "finished"]
@@ -41,6 +42,7 @@ class RunFolder:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self._lock: int | None = None
+        self._made: list[Path] = []
         try:
             found = self.path.is_dir()
         except (OSError, ValueError):
@@ -59,9 +61,11 @@ class RunFolder:
             raise RunError(f"{name!r} cannot be the name of a run", remedy="take a plain name, without '/'")
         path = Path(root) / name
         try:
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
             run._lock = _lock(path / ".lock")
+            run._made = made
         except OSError as error:
             raise RunError(
                 f"the run folder cannot be used: {error.strerror or error}",
@@ -80,8 +84,20 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeelError) and not issubclass(kind, Interrupted):
+            self._unmake()
         self.close()
+
+    def _unmake(self) -> None:
+        """Removes the folders that `open` made, where the run was refused before it had done anything."""
+        idle = (".lock", "manifest.json", "inputs.json")
+        if not self._made or any(f.is_file() and f.stat().st_size and f.name not in idle for f in self.path.rglob("*")):
+            return
+        with contextlib.suppress(OSError):  # not empty: others have put something there
+            shutil.rmtree(self.path)
+            for folder in self._made[1:]:
+                folder.rmdir()
 
     def stage(self, name: str) -> "StageFolder":
         """The folder of one stage; nothing is made until `StageFolder.check`."""
@@ -139,8 +155,9 @@ class StageFolder:
         done = {"fingerprint": fingerprint, "parts": parts, "result": result, "sha256": _hash(result)}
         write_json(self._done, done)
 
-    def finished(self, fingerprint: str) -> dict[str, Any] | None:
-        """The result of the stage if it was finished with these inputs, else None. Raises RunError where damaged."""
+    def finished(self, fingerprint: str | None = None) -> dict[str, Any] | None:
+        """The result of the stage if it was finished with these inputs (None: with any), else None. Raises RunError
+        where damaged."""
         if not self._done.exists():
             return None
         done = read_json(self._done)
@@ -150,7 +167,16 @@ class StageFolder:
                 where=str(self._done),
                 remedy="take another --name, or start this stage again with --overwrite",
             )
-        return done["result"] if done.get("fingerprint") == fingerprint else None
+        return done["result"] if fingerprint in (None, done.get("fingerprint")) else None
+
+    def require_model(self, result: Mapping[str, Any], found: str | None) -> None:
+        """Raises RunError where the hash of the model that is there is not the one in the stage's result."""
+        if result.get("model") != found:
+            raise RunError(
+                f"the model that the stage {self.path.name} left is not as it was left",
+                where=str(self.model),
+                remedy=f"put it back, or remove {self.path} to make it again",
+            )
 
     def clear(self) -> None:
         """Removes the stage with all that it holds."""
@@ -259,6 +285,9 @@ def _lock(path: Path) -> int:
     except OSError:
         os.close(handle)
         raise
+    if not path.exists() or not os.path.samestat(os.fstat(handle), path.stat()):
+        os.close(handle)  # whoever held it has removed it with its folder; another may have made it again
+        raise RunError("the run folder was removed a moment ago", where=str(path.parent), remedy="try again")
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     _locks.add(handle)

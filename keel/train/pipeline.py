@@ -186,12 +186,7 @@ class Pipeline:
                 limits = self.recipe.model.max_prompt_tokens, self.recipe.model.max_response_tokens
                 console.line(f"{told} (limits: prompt {limits[0]}, response {limits[1]} tokens)", "yellow")
         else:
-            if result.get("model") != _hash_of(stage):
-                raise RunError(
-                    f"the model that the stage {name} left is not as it was left",
-                    where=str(stage.model),
-                    remedy=f"put it back, or remove {stage.path} to make it again",
-                )
+            stage.require_model(result, _hash_of(stage))
             console.line(f"{name}: already done, inputs unchanged", "dim")
         self.results[name] = result
         return stage.model

@@ -169,6 +169,7 @@ class Work(TorchDispatchMode):
 
 
 def test_no_tensor_of_rows_times_vocabulary_is_saved_or_made(inputs, reference):
+    """Case 52."""
     tensors = inputs()
     chunk = 8
     saved: list[torch.Tensor] = []

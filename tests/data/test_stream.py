@@ -56,6 +56,7 @@ def test_steps_for(rows: int, batch: int, epochs: int, steps: int):
 
 @pytest.mark.parametrize("call", [lambda: batch_rows(3, 4, 0, 0), lambda: steps_for(3, 4, 1)])
 def test_a_batch_larger_than_the_data(call):
+    """Case 51."""
     with pytest.raises(DataError) as caught:
         call()
     assert "4 rows" in caught.value.what and "3" in caught.value.what and "at most 3" in caught.value.remedy

@@ -27,11 +27,10 @@ import yaml
 import keel.train.pipeline  # noqa: F401  # all that a run needs, before the first fork
 from keel import cli
 from keel.metrics import TIMED
+from tests.drills.trainers import TRAINERS, write_data
 from tests.tiny import write_model
 
 RECIPE: dict[str, Any] = {
-    "name": "x",
-    "threads": 1,
     "model": {"path": "model", "backbone": "separate", "max_prompt_tokens": 64, "max_response_tokens": 6},
     "ppo": {
         "data": {"path": ["rows.jsonl"]},
@@ -83,14 +82,17 @@ class Child:
 
     def wait(self, seconds: float = LONGEST) -> int | None:
         """The exit code, -9 where it was killed; None where it still runs after so long."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if select.select([self.reader], [], [], left)[0]:
+        left = seconds
+        while left > 0:
+            # In slices: where this process is suspended with the one it waits for, the time between is no hang.
+            piece, began = min(left, 1.0), time.monotonic()
+            if select.select([self.reader], [], [], piece)[0]:
                 block = os.read(self.reader, 1 << 16)
                 if not block:
                     os.close(self.reader)
                     return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 self.output += block
+            left -= min(piece, time.monotonic() - began)
         return None
 
     def kill(self) -> int | None:
@@ -140,18 +142,19 @@ def strike_once(path: Path) -> Callable[[], None]:
     return first
 
 
-def result(folder: Path = Path()) -> dict[str, Any]:
+def result(root: Path = STAGE.parent) -> dict[str, Any]:
     """All that must be the same however often a run was struck: every file's name, weights, samples, metrics."""
-    root = folder / STAGE.parent
-    names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name != "bad")
-    weights = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.suffix == ".safetensors"}
-    lines = map(json.loads, (folder / STAGE / "metrics.jsonl").read_text().splitlines())
-    metrics = [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+    paths = sorted(root.rglob("*"))
+    metrics = {}
+    for path in paths:
+        if path.name == "metrics.jsonl":
+            lines = map(json.loads, path.read_text().splitlines())
+            metrics[path.parent.name] = [{n: v for n, v in line.items() if n not in TIMED} for line in lines]
     return {
-        "names": names,
-        "weights": weights,
+        "names": [str(path.relative_to(root)) for path in paths if path.name != "bad"],
+        "weights": {str(p.relative_to(root)): p.read_bytes() for p in paths if p.suffix == ".safetensors"},
         "metrics": metrics,
-        "samples": (root / "ppo/samples.jsonl").read_bytes(),
+        "samples": {str(p.relative_to(root)): p.read_bytes() for p in paths if p.name == "samples.jsonl"},
     }
 
 
@@ -162,7 +165,7 @@ def same(whole: dict[str, Any]) -> None:
         assert mine[name] == wanted, f"{name} differ: {set(mine[name]) ^ set(wanted) if name == 'names' else ''}"
 
 
-def prepare(folder: Path) -> dict[str, Any]:
+def prepare(folder: Path, recipe: dict[str, Any] = RECIPE) -> dict[str, Any]:
     """Writes model, data and recipe, and makes the unbroken run, whose result comes back."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
@@ -172,11 +175,37 @@ def prepare(folder: Path) -> dict[str, Any]:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     Path("fn.py").write_text("def score(response):\n    return -len(response) / 10\n")
-    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"Where is lamp {i}?"}) + "\n" for i in range(30)))
-    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_data()
+    return whole_run(recipe)
+
+
+def whole_run(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The result of the unbroken run of a recipe, which is left in `runs`."""
+    Path("recipe.yaml").write_text(yaml.safe_dump({"name": "x", "threads": 1, **recipe}))
     code, output = keel_(*RUN)
     assert code == 0, output
     return result()
+
+
+def trainers(folder: Path) -> None:
+    """Every trainer in turn: two steps of four, kill -9, the rest. Prints a line of JSON for each."""
+    for number, (name, recipe) in enumerate(TRAINERS.items()):
+        whole = whole_run(recipe) if number else prepare(folder, recipe)
+        (stage,) = whole["metrics"]
+        shutil.rmtree("runs")
+        code, _ = keel_(*RUN, first=strike_once(STAGE.parent / stage / "checkpoints/step-2"))
+        resumed, output = keel_(*RUN)
+        mine = result()
+        found = {
+            "trainer": name,
+            "killed": code,
+            "resumed": resumed,
+            "from": [line.split()[-1] for line in output.splitlines() if "going on from step" in line],
+            "steps": len(whole["metrics"][stage]),
+            "differ": [part for part in whole if mine[part] != whole[part]],
+        }
+        sys.stdout.write(json.dumps(found) + "\n")
+        shutil.rmtree("runs")
 
 
 def kills(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
@@ -321,9 +350,13 @@ def mutate(victim: Path, chance: random.Random) -> str:
 
 
 def main() -> None:
-    """MODE FOLDER STRIKES."""
+    """MODE FOLDER STRIKES, or `trainers FOLDER`."""
     torch.set_num_threads(1)
-    mode, folder, strikes = sys.argv[1], Path(sys.argv[2]).resolve(), int(sys.argv[3])
+    mode, folder = sys.argv[1], Path(sys.argv[2]).resolve()
+    if mode == "trainers":
+        trainers(folder)
+        return
+    strikes = int(sys.argv[3])
     modes = {"kills": kills, "damage": damage, "disk": disk, "fuzz": fuzz}
     modes[mode](prepare(folder), strikes, random.Random(int(os.environ.get("KEEL_DRILL_SEED", "0"))))
 

@@ -1,5 +1,6 @@
 """Every mistake of a user gives one clear message (what, where, remedy), exit code 2, and leaves what was there."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_one_clear_message_and_the_corrected_recipe_runs(place, capsys, mistake,
     message = capsys.readouterr().err
     assert message.startswith("keel: ") and "Traceback" not in message
     assert not [part for part in told if part not in message], message
+    assert not Path("runs").exists() or list(Path("runs/x/ppo/bad").glob("*.json"))  # no folder, or what to look into
     assert run() == 0  # nothing of the failed attempt is in the way
 
 
@@ -146,6 +148,38 @@ def test_a_finished_model_that_was_changed_is_not_used(place, capsys):
     assert run() == 0
 
 
+def chat(capsys) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "runs/x"])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out + captured.err
+
+
+def test_chat_tells_what_is_wrong_with_a_run(place, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert run() == 0
+    code, told = chat(capsys)
+    assert code == 0 and "For example:\n  Where is lamp" in told
+    shutil.rmtree("runs/x/eval")
+    Path("runs/x/ppo/samples.jsonl").write_text("")
+    code, told = chat(capsys)
+    assert code == 0 and "ends\n" in told and "example" not in told
+    for file, said in (
+        ("runs/x/ppo/model/model.safetensors", "the model that the stage ppo left is not as it was left"),
+        ("model/config.json", "the model that the run began with is not as it was then"),
+        ("runs/x/ppo/done.json", "done.json is damaged"),
+    ):
+        whole = Path(file).read_bytes()
+        Path(file).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        code, told = chat(capsys)
+        assert code == 2 and said in told and "Traceback" not in told, told
+        Path(file).write_bytes(whole)
+    Path("runs/x/ppo/done.json").unlink()
+    code, told = chat(capsys)
+    assert code == 2 and "no trained model yet" in told and "finish it with keel run" in told
+
+
 def test_a_run_whose_policy_took_no_step_says_so(place, capsys):
     assert run(reward="fn.py:good", critic={"warmup_cap": 1}) == 0
     assert "the policy took no step" in capsys.readouterr().out
@@ -168,6 +202,7 @@ def test_a_run_whose_policy_took_no_step_says_so(place, capsys):
     ],
 )
 def test_a_batch_that_cannot_be_filled_is_told_before_anything_is_trained(place, capsys, section, told):
+    """Case 51."""
     lines = [
         {"prompt": f"Where is lamp {i}?", "completion": "here", "chosen": "here", "rejected": "no"} for i in range(40)
     ]

@@ -45,6 +45,7 @@ def model_folder(request, tiny_model, tmp_path) -> Path:
 
 
 def test_a_model_with_a_head_goes_round(model_folder, tmp_path):
+    """Case 44."""
     roles = SeparateRoles.build(load(model_folder), ["reward"], ["reward"], 0)
     with torch.no_grad():
         roles.model("reward").get_output_embeddings().weight[3, 3] += 1  # pyright: ignore
@@ -74,6 +75,7 @@ def test_an_adapter_with_its_head_and_the_merged_export_go_round(model_folder, t
 
 
 def test_tokens_that_were_added_go_through_training_and_export(model_folder, tmp_path):
+    """Case 46."""
     tokenizer = load_tokenizer(model_folder)
     old = len(tokenizer)
     tokenizer.add_tokens(["<think>", "</think>"])

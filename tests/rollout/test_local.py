@@ -32,6 +32,20 @@ def test_logprobs_are_the_trainers(kind, tiny_model):
     assert (rollouts.sampler_logprobs_BT[~rollouts.response_mask_BT] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_the_sampler_runs_the_weights_of_now(kind, tiny_model):
+    """Case 47: after a step of training the responses, and what is noted of them, are of the new weights."""
+    sampler = engine(kind, tiny_model)
+    first = sampler.generate(prompts(6), Sampling(1.0, 24), seed=1, step=2, version=2)
+    with torch.no_grad():
+        for parameter in sampler.roles.parameters("policy").values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    then = sampler.generate(prompts(6), Sampling(1.0, 24), seed=1, step=2, version=3)
+    assert (first.version, then.version) == (2, 3) and first.texts != then.texts
+    trainer, _ = logprobs_BT(sampler.roles, "policy", then.sequences(), 1.0, 0, 4000)
+    torch.testing.assert_close(then.sampler_logprobs_BT, trainer, atol=1e-5, rtol=1e-5)
+
+
 def assert_greedy_is_transformers(sampler, asked, most=24, rows=3):
     rollouts = sampler.generate(asked, Sampling(0.0, most, rows=rows), seed=0, step=0)
     assert len({len(ids) for ids in rollouts.prompt_ids}) > 1

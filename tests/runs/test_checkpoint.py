@@ -154,6 +154,7 @@ def test_a_save_of_an_earlier_step_supersedes_later_ones(tmp_path: Path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_told(tmp_path: Path, name: str):
+    """Case 42."""
     put(tmp_path, 1, 2)
     (tmp_path / "step-2" / name).unlink()
     assert holds(tmp_path, 1) == [f"step-2 passed over: {name} is missing"]

@@ -11,6 +11,7 @@ import pytest
 
 import keel
 from keel.errors import NumberError, RunError
+from keel.runs import folder
 from keel.runs.files import read_json, write_json
 from keel.runs.folder import RunFolder, StageFolder, versions
 
@@ -284,3 +285,41 @@ def test_no_torch_is_imported():
     modules = "folder", "files", "log", "interrupt", "console", "resources"
     code = "".join(f"import keel.runs.{name}\n" for name in modules) + "import sys\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env=HERE, check=True)
+
+
+@pytest.mark.parametrize("error", [RunError, KeyboardInterrupt])
+def test_a_refused_run_leaves_no_folder_that_it_made(tmp_path: Path, error: type[BaseException]):
+    with pytest.raises(error), RunFolder.open(tmp_path / "deep" / "runs", "a") as run:
+        run.write_manifest({})
+        run.stage("ppo").check("f", {})
+        (run.stage("ppo").metrics).touch()
+        raise error("refused")
+    assert (tmp_path / "deep").exists() == (error is KeyboardInterrupt)
+
+
+def test_a_refused_run_leaves_what_holds_work_and_what_was_there_before(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    for name, file in (("mine", None), ("worked", "ppo/bad/step-1-1.json")):
+        with pytest.raises(RunError), RunFolder.open(tmp_path, name) as run:
+            if file:
+                (run.path / file).parent.mkdir(parents=True)
+                (run.path / file).write_text("{}")
+            raise RunError("refused")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "worked"]
+    with pytest.raises(RunError), RunFolder.open(tmp_path / "runs", "a"):
+        (tmp_path / "runs" / "b").mkdir()
+        raise RunError("refused")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["b"]
+
+
+def test_a_lock_on_a_folder_that_is_no_longer_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another process, which was refused, removes its folder between the opening of the lock and its taking."""
+    real = folder.fcntl.flock
+
+    def flock(handle: int, how: int) -> None:
+        (tmp_path / "a" / ".lock").unlink()
+        real(handle, how)
+
+    monkeypatch.setattr(folder.fcntl, "flock", flock)
+    with pytest.raises(RunError, match="removed a moment ago"):
+        RunFolder.open(tmp_path, "a")

@@ -82,18 +82,33 @@ def reward_is_nan(roles, update: int, row: int) -> float | None:
     return NAN if (update, row) == (1, 3) else None
 
 
-def logprob_is_nan(monkeypatch) -> Callable:
-    """The trainer's log-probability of row 3 in the second update."""
+def logprob_is_nan(monkeypatch, of: str) -> Callable:
+    """The trainer's log-probability of row 3 in the second update, of the policy or the reference."""
     real, calls = online.logprobs_BT, [0]
 
     def planted(roles, role, *rest):
         logprobs, entropies = real(roles, role, *rest)
-        calls[0] += role == "policy"
-        if role == "policy" and calls[0] == 2:
+        calls[0] += role == of
+        if role == of and calls[0] == 2:
             logprobs[3, 0] = NAN
         return logprobs, entropies
 
     monkeypatch.setattr(online, "logprobs_BT", planted)
+    return lambda *_: None
+
+
+def value_is_nan(monkeypatch) -> Callable:
+    """The critic's value of row 3 in the second update."""
+    real, calls = online.values_BT, [0]
+
+    def planted(*given):
+        values_BT, last_B = real(*given)
+        calls[0] += 1
+        if calls[0] == 2:
+            values_BT[3, 0] = NAN
+        return values_BT, last_B
+
+    monkeypatch.setattr(online, "values_BT", planted)
     return lambda *_: None
 
 
@@ -110,12 +125,16 @@ def gradient_is_nan(monkeypatch) -> Callable:
     return plant
 
 
-@pytest.mark.parametrize("part", ["reward", "log-probability", "gradient"])
+@pytest.mark.parametrize(
+    "part", ["reward", "policy's log-probability", "reference's log-probability", "value", "gradient"]
+)
 @pytest.mark.parametrize("skip", [0, 1])
 def test_planted_in_one_update(part, skip, tiny_model, tmp_path, monkeypatch, capsys):
     makers = {
         "reward": lambda: reward_is_nan,
-        "log-probability": lambda: logprob_is_nan(monkeypatch),
+        "policy's log-probability": lambda: logprob_is_nan(monkeypatch, "policy"),
+        "reference's log-probability": lambda: logprob_is_nan(monkeypatch, "reference"),
+        "value": lambda: value_is_nan(monkeypatch),
         "gradient": lambda: gradient_is_nan(monkeypatch),
     }
     run = Trained(tmp_path / "run", tiny_model, skip, makers[part](), updates=2)
@@ -142,13 +161,14 @@ def weights_after_one(tmp_path: Path, model: Path) -> tuple[str, str]:
     return stopped.weights
 
 
-def test_planted_in_a_weight_stops_whatever_the_recipe_says_and_the_run_goes_on_from_before(tiny_model, tmp_path):
+@pytest.mark.parametrize("skip", [0, 5])
+def test_planted_in_a_weight_stops_whatever_the_recipe_says_and_the_run_goes_on_from_before(skip, tiny_model, tmp_path):
     def plant(roles, update: int, row: int) -> None:
         if (update, row) == (1, 5):
             with torch.no_grad():
                 roles.model("policy").model.layers[1].mlp.up_proj.weight[2, 2] = NAN
 
-    broken = Trained(tmp_path / "broken", tiny_model, 5, plant)
+    broken = Trained(tmp_path / "broken", tiny_model, skip, plant)
     assert broken.error and "model.layers.1.mlp.up_proj.weight is not finite" in broken.error.what
     assert broken.steps() == [1] and "--skip-bad-steps" not in broken.error.remedy
     whole = Trained(tmp_path / "whole", tiny_model, 0)

@@ -126,7 +126,7 @@ def test_every_update_of_a_run_starts_at_ratio_one(kind, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_micro_batches_and_cores_change_no_gradient(kind, tiny_model, monkeypatch):
-    """Whole, in pieces, and with as many cores as roles (each then takes a role)."""
+    """Case 48. Whole, in pieces, and with as many cores as roles (each then takes a role)."""
     gradients = []
     for tokens, cores in ((10_000, 1), (60, 1), (10_000, 2), (60, 3)):
         monkeypatch.setattr("keel.models.separate.workers_for", lambda model, device, cores=cores: cores)

@@ -115,6 +115,7 @@ class StopAfter:
 @pytest.mark.parametrize("kind", BACKBONES)
 @pytest.mark.parametrize("loss", PAIRED)
 def test_a_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, loss, tiny_model):
+    """Case 48."""
     groups, gradients, numbers = comparisons(4), [], {}
     for tokens in (10_000, 70):
         settings = settings_of(loss, micro_tokens=tokens, **({} if loss == "orpo" else {"likelihood": 0.5}))
@@ -199,7 +200,7 @@ def test_mismatched_responses_are_of_another_prompt(tiny_model):
 
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_the_policy_before_its_first_step_is_the_reference(kind, tiny_model):
-    """So its log-probabilities then are the reference's, and every margin starts at exactly 0."""
+    """Case 53. So its log-probabilities then are the reference's, and every margin starts at exactly 0."""
     fresh = (
         SharedRoles(load(tiny_model), ["policy", "reference"], ["policy"], 4, 8.0, 0)
         if kind == "shared"

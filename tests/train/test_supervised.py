@@ -61,6 +61,7 @@ def test_a_response_in_several_pairs_is_held_once():
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_pair_loss_is_the_mean_over_pairs_however_it_is_split(kind, tiny_model):
+    """Case 48."""
     groups, gradients = comparisons(4), []
     for tokens in (10_000, 70):
         roles = backbone(kind, tiny_model, ("reward",), ("reward",))
