@@ -6,6 +6,7 @@ One process imports torch once and forks a child for each `keel run`. After ever
 the bytes of the run that nobody struck, with no file left over.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -263,34 +264,51 @@ def damage(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
 
 
 def disk(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
-    """A small disk that fills at random, where this process may mount one; else a limit on the size of files."""
+    """A disk of 50 MB that another fills at a random moment, where this process may mount one; else a random limit on
+    the size of files. The run goes on without a checkpoint, or stops cleanly, and then comes to the same bytes."""
     shutil.rmtree("runs")
     Path("runs").mkdir()
-    size = 8 << 20
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "keel-drill", "runs"], check=False)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={50 << 20}", "keel-drill", "runs"]
+    mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
+    ends, failed = {0: 0, 2: 0}, 0
     try:
-        full = 0
-        for _ in range(max(2, strikes // 4)):
+        began = time.monotonic()
+        assert keel_(*RUN)[0] == 0
+        longest = time.monotonic() - began
+        for _ in range(max(2, strikes // 2)):
+            shutil.rmtree("runs/x")
             most = chance.randrange(1, 600_000)
-
-            def shrink(most: int = most) -> None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-
-            filler = Path("runs/filler")
-            if not mounted.returncode:
-                filler.write_bytes(bytes(max(0, shutil.disk_usage("runs").free - 3 * most)))
-            code, output = keel_(*RUN, first=(lambda: None) if not mounted.returncode else shrink)
-            assert code in (0, 2) and "Traceback" not in output, output
-            full += code == 2
-            filler.unlink(missing_ok=True)
+            child = Child(RUN, (lambda: None) if mounted else limited(most))
+            code = child.wait(chance.uniform(0, longest)) if mounted else None
+            if mounted and code is None:
+                fill(Path("runs/filler"), chance.choice([0, most]))
+            code = child.wait() if code is None else code
+            output = child.output.decode()
+            assert code in ends and "Traceback" not in output, f"{code}: {output}"
+            ends[code] += 1
+            failed += output.count("training goes on; the next checkpoint is the next attempt")
+            Path("runs/filler").unlink(missing_ok=True)
             code, output = keel_(*RUN)
             assert code == 0, output
             same(whole)
-            shutil.rmtree("runs/x")
-        sys.stdout.write(f"{'a tmpfs' if not mounted.returncode else 'a size limit'}: full {full} times\n")
+        kind = "a tmpfs of 50 MB" if mounted else "a size limit"
+        sys.stdout.write(f"{kind}: exit codes {ends}, {failed} checkpoints failed and training went on\n")
     finally:
-        if not mounted.returncode:
+        if mounted:
             subprocess.run(["umount", "runs"], check=True)
+
+
+def limited(most: int) -> Callable[[], None]:
+    """Lets no file of the process grow beyond so many bytes."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def fill(filler: Path, free: int) -> None:
+    """Takes all of the disk but so many bytes."""
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while (left := shutil.disk_usage(filler.parent).free - free) > 0:
+            file.write(bytes(min(left, 1 << 20)))
+            file.flush()
 
 
 class Bomb:

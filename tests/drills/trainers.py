@@ -16,9 +16,8 @@ ONLINE = {
     "minibatches": 2,
     "checkpoint_every": 1,
     "policy": {"learning_rate": 1e-3},
-    "normalise_scores": True,
 }
-CRITIC = {"critic": {"warmup_cap": 1, "popart": True}, "keep_best": "score"}
+CRITIC = {"normalise_scores": True, "critic": {"warmup_cap": 1, "popart": True}, "keep_best": "score"}
 STEERED = {"kl": {"controller": "adaptive", "target": 1.0, "horizon": 50}}
 PENALTY = {"loss": "kl_penalty", "learning_rate": 1e-3, "target_kl": 0.01}
 
