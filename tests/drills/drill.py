@@ -7,6 +7,7 @@ the bytes of the run that nobody struck, with no file left over.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -62,6 +63,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(reader)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(writer, 1)
             os.dup2(writer, 2)
             sys.stdout, sys.stderr = (os.fdopen(os.dup(writer), "w", buffering=1) for _ in range(2))
@@ -339,7 +341,9 @@ def fuzz(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
         files = sorted(path for path in Path("runs").rglob("*") if path.is_file() and path.name != ".lock")
         victim = chance.choice(files)
         how = mutate(victim, chance)
-        command = RUN if number % 3 else ["resume", "runs/x", "--ppo.reward", "fn.py:score"]
+        if victim.is_file() and "checkpoints" in victim.parts and chance.random() < 0.7:
+            reseal(victim)
+        command = chance.choice([RUN, RUN, ["resume", "runs/x", "--ppo.reward", "fn.py:score"], ["chat", "runs/x"]])
         code, output = keel_(*command)
         assert code in (0, 2, 3) and "Traceback" not in output, f"{source} {victim} {how}: {code}\n{output}"
         assert not Path("struck-by-a-pickle").exists(), f"{victim} was unpickled"
@@ -350,7 +354,9 @@ def fuzz(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
 def mutate(victim: Path, chance: random.Random) -> str:
     """Changes a file in one of many ways and says how."""
     content = bytearray(victim.read_bytes())
-    how = chance.choice(["flip", "cut", "empty", "noise", "pickle", "nested", "list", "folder", "link", "pipe", "gone"])
+    kinds = ["flip", "cut", "empty", "noise", "pickle", "nested", "list", "folder", "link", "pipe", "gone"]
+    # Values of another kind in files that are otherwise as a run writes them reach further than noise.
+    how = "value" if victim.suffix in (".json", ".jsonl") and chance.random() < 0.5 else chance.choice(kinds)
     victim.unlink()
     if how == "flip" and content:
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -362,6 +368,7 @@ def mutate(victim: Path, chance: random.Random) -> str:
         "pickle": pickle.dumps(Bomb()),
         "nested": b"[" * 100_000,
         "list": b"[1]\n",
+        "value": other_value(bytes(content), victim.suffix == ".jsonl", chance) if how == "value" else b"",
     }
     if how in new:
         victim.write_bytes(new[how])
@@ -372,6 +379,38 @@ def mutate(victim: Path, chance: random.Random) -> str:
     elif how == "pipe":
         os.mkfifo(victim)
     return how
+
+
+def other_value(content: bytes, in_lines: bool, chance: random.Random) -> bytes:
+    """JSON with one value, anywhere in it, replaced by one of another kind."""
+    lines = content.splitlines() if in_lines else [content]
+    if not lines:
+        return content
+    number = chance.randrange(len(lines))
+    places: list[tuple[Any, Any]] = []
+    waiting = [tree := json.loads(lines[number])]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list):
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            places += [(node, key) for key in keys]
+            waiting += [node[key] for key in keys]
+    if places:
+        node, key = chance.choice(places)
+        node[key] = chance.choice([None, True, -1, 0, 10**20, 1e308, "x", "", "../..", [], [1], {}, {"step": "x"}])
+    lines[number] = json.dumps(tree).encode()
+    return b"\n".join(lines) + b"\n" * in_lines
+
+
+def reseal(victim: Path) -> None:
+    """Makes a checkpoint's manifest fit its changed file, as one who wants to do harm would."""
+    manifest = victim.with_name("manifest.json")
+    if victim == manifest:
+        return
+    tree = json.loads(manifest.read_text())
+    content = victim.read_bytes()
+    tree["files"][victim.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.write_text(json.dumps(tree))
 
 
 def main() -> None:
