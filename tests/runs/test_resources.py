@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import keel
+from keel.runs import resources
 from keel.runs.resources import peak_rss_bytes
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(keel.__file__).parents[1])}
@@ -26,3 +27,11 @@ def test_a_small_child_of_a_large_parent_is_small():
     block = bytearray(b"x") * 2**28
     child = int(subprocess.run([sys.executable, "-c", CODE], env=HERE, check=True, capture_output=True).stdout)
     assert 2**21 < child < len(block) // 2
+
+
+def test_what_is_free_is_bounded_by_the_limit_less_what_is_held(monkeypatch):
+    monkeypatch.setattr(resources, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(resources, "resident_bytes", lambda: 60)
+    assert resources.free_bytes() == 40
+    monkeypatch.setattr(resources, "memory_bytes", lambda: 1 << 60)  # then what the machine has left counts
+    assert 0 < resources.free_bytes() < 1 << 50
