@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,8 @@ DEFAULT_CHAT_TEMPLATE = (
 """The chat template of tokenizers that have none: plain words, because a base model knows no special tokens of turns,
 and a line break before the reply, so that its first token is the same as at the start of any line."""
 
+PROBES = ("Yes.", "<think>\nLet me see.\n</think>\n\nYes.")
+"""Replies by which `drift` tries a template; many drop the reasoning of earlier turns."""
 
 BUSY_TOKENS = 1024
 """Tokens from which a forward pass of even a small model gains nothing by being larger (docs/decisions.md)."""
@@ -130,6 +132,42 @@ class Encoder:
         prompt_ids = self.prompt_ids(prompt)
         return [TokenSequence(prompt_ids, ids) for ids in self.responses(responses)]
 
+    def turns(self, prompt: Prompt, response: str) -> list[TokenSequence]:
+        """Every turn of the assistant, those in the prompt too, each after exactly what a sampler would be asked there.
+
+        A turn whose ids, prompt included, are the beginning of the next one's prompt is one sequence with it; what
+        stands between them (other speakers, tools, the template) is a gap in `response_mask`. Where the template
+        writes earlier turns otherwise (`drift`), or the next prompt is cut, the next turn begins a sequence of its own.
+        Empty turns, and one that nothing precedes, carry no loss.
+        """
+        messages = (*prompt.messages, {"role": "assistant", "content": response})
+        found: list[TokenSequence] = []
+        for at, message in enumerate(messages):
+            if at and message["role"] == "assistant" and message["content"].strip():
+                one = self.sequence(replace(prompt, messages=messages[:at]), message["content"])
+                joined = _joined(found[-1], one) if found else None
+                found[-1:] = [joined] if joined else [*found[-1:], one]
+        return found
+
+    def drift(self) -> str:
+        """Where the template writes an earlier turn of the assistant otherwise than it was trained: what was trained
+        and what later prompts hold, in a few words. Empty where they are alike."""
+        if self.template == "plain":
+            return ""
+        asked, again = ({"role": "user", "content": text} for text in ("Is it so?", "Why?"))
+        for reply in PROBES:
+            try:
+                trained = self.render(Prompt((asked,))) + reply + str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
+                later = self.render(Prompt((asked, {"role": "assistant", "content": reply}, again)))
+            except DataError:  # a template for one turn, or for other roles: rows show it, where there are such
+                continue
+            if not later.startswith(trained):
+                pairs = enumerate(zip(trained, later, strict=False))
+                at = next((at for at, (own, other) in pairs if own != other), len(later))
+                start, end = max(0, at - 30), at + 30
+                return f"trained: {trained[start:end]!r}, in later prompts: {later[start:end]!r}"
+        return ""
+
     def responses(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """The ids of responses alone, each with its end token."""
         return [self._response_ids(ids) for ids in self._ids(texts)] if texts else []
@@ -209,7 +247,7 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
 
     Returns:
         ids_BS: int64.
-        response_mask_BS: bool, True at the positions of response tokens, the end token included.
+        response_mask_BS: bool, True at the positions of response tokens, end tokens included, False in their gaps.
         lengths_B: int64, tokens of each row that are no padding.
     """
     lengths = [len(sequence) for sequence in sequences]
@@ -217,7 +255,8 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
     response_mask_BS = torch.zeros(ids_BS.shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         ids_BS[row, : lengths[row]] = torch.tensor(sequence.prompt_ids + sequence.response_ids)
-        response_mask_BS[row, len(sequence.prompt_ids) : lengths[row]] = True
+        mask = sequence.response_mask
+        response_mask_BS[row, len(sequence.prompt_ids) : lengths[row]] = True if mask is None else torch.tensor(mask)
     return ids_BS, response_mask_BS, torch.tensor(lengths)
 
 
@@ -263,6 +302,16 @@ def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list
         groups[at].append(row)
         seen += lengths[row]
     return groups
+
+
+def _joined(first: TokenSequence, then: TokenSequence) -> TokenSequence | None:
+    """Both as one, where the first is the beginning of what the second is asked."""
+    known = first.prompt_ids + first.response_ids
+    if then.prompt_ids[: len(known)] != known:
+        return None
+    gap = then.prompt_ids[len(known) :]
+    mask = first.spoken + (False,) * len(gap) + then.spoken
+    return TokenSequence(first.prompt_ids, first.response_ids + gap + then.response_ids, mask)
 
 
 def _own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

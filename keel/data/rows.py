@@ -20,12 +20,14 @@ class Row:
     cells: column -> value, as in the file.
     path: the file; source: "file:line", or "file:row n" where lines mean nothing.
     repairs: what was mended while reading it.
+    origin: which of the given paths it was read from, counted from 0.
     """
 
     cells: dict[str, Any]
     path: str
     source: str
     repairs: list[str] = field(default_factory=list)
+    origin: int = 0
 
 
 @dataclass(frozen=True)
