@@ -259,6 +259,21 @@ def take(
     return survey
 
 
+def counts_of(records: Sequence[Record], kind: Kind[Any]) -> dict[str, Any]:
+    """What `keel inspect` counts over records that were read already: distinct prompts, lengths in words, findings."""
+    survey = Survey([], kind, (), "", [])
+    for record in records:
+        survey.add(record, words, set())
+    return {
+        "prompts": survey.prompts,
+        "lengths": {name: percentiles(values) for name, values in survey.lengths.items()},
+        "findings": {
+            name: {"count": each.count, "of": survey.among(name)[0], "places": each.places}
+            for name, each in survey.found.items()
+        },
+    }
+
+
 def _open(
     paths: Paths, name: str | None, columns: Mapping[str, str]
 ) -> tuple[Survey, RowStream, Iterator[Row | DataError]]:

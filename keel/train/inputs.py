@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from keel.config import PreferenceConfig, Recipe, RewardConfig, SftConfig, SourceConfig
+from keel.data import records
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
 from keel.data.stream import mixture_of
 from keel.errors import DataError
+from keel.inspect.survey import counts_of
 from keel.runs.console import Console
 from keel.train import world
 from keel.types import Demonstration, PreferencePair, Prompt, Thumb
@@ -43,6 +45,25 @@ class Inputs:
     ptx: ReadResult[Demonstration] | None
     train_prompts: list[Prompt]
     heldout_prompts: list[Prompt]
+
+    def counts(self) -> dict[str, Any]:
+        """What `keel inspect` counts, for the manifest: by section, of all rows that were read."""
+        judged = self.preferences.records if self.preferences else []
+        kinds = {
+            "sft": (self.demonstrations, records.demonstrations()),
+            "reward": (self.pairs, records.preferences()),
+            "preference": (
+                self.preferences,
+                records.thumbs() if judged and isinstance(judged[0], Thumb) else records.preferences(),
+            ),
+            "ppo": (self.prompts, records.prompts()),
+            "ppo.ptx": (self.ptx, records.demonstrations()),
+        }
+        return {
+            name: {"kind": kind.name, "rows": read.counts} | counts_of(read.records, kind)
+            for name, (read, kind) in kinds.items()
+            if read
+        }
 
 
 def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
@@ -110,11 +131,11 @@ def turns_of(demonstration: Demonstration, sft: SftConfig) -> int:
     return 1 + sum(message["role"] == "assistant" and bool(message["content"].strip()) for message in before)
 
 
-def _check_demonstrations(records: Sequence[Demonstration], sft: SftConfig, seed: int) -> list[int]:
+def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: int) -> list[int]:
     """The rows to train on."""
-    train = split_rows(len(records), sft.held_out, seed, sft.max_rows)[0]
+    train = split_rows(len(rows), sft.held_out, seed, sft.max_rows)[0]
     left = len(train)
-    if sft.loss_on == "every" and all(turns_of(demonstration, sft) == 1 for demonstration in records):
+    if sft.loss_on == "every" and all(turns_of(demonstration, sft) == 1 for demonstration in rows):
         raise DataError(
             "sft.loss_on every does nothing: no demonstration has an earlier turn of the assistant",
             where="sft.loss_on",
@@ -122,7 +143,7 @@ def _check_demonstrations(records: Sequence[Demonstration], sft: SftConfig, seed
         )
     if left < sft.batch:
         raise DataError(
-            f"{len(records)} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
+            f"{len(rows)} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
             where="sft",
             remedy="give more, or lower sft.batch or sft.held_out"
             + (", or raise sft.max_rows" if sft.max_rows else ""),
