@@ -16,7 +16,7 @@ from keel.data.formats import read_demonstrations
 from keel.data.stream import Mixture, batch_rows
 from keel.inspect import report, survey
 from keel.models.loading import load_tokenizer
-from keel.train import supervised
+from keel.train import online, supervised
 from keel.train.inputs import split_rows
 
 FEW = {"sft": "max_rows", "reward": "max_prompts", "preference": "max_prompts"}
@@ -216,7 +216,8 @@ def test_the_manifest_has_the_counts_of_keel_inspect(place: Path):
     asked = [{"prompt": f"Where is lamp {i}?", "chosen": "word " * 30, "rejected": "no"} for i in range(30)]
     pairs = [*asked, {"prompt": "x", "chosen": "a", "rejected": "a"}]
     files = {"sft": lines("said.jsonl", said), "reward": lines("pairs.jsonl", pairs)}
-    assert keel("run", write("x", **{name: {"data": {"path": [file]}} for name, file in files.items()})) == 0
+    sections: dict[str, Any] = {name: {"data": {"path": [file]}} for name, file in files.items()}
+    assert keel("run", write("x", **sections)) == 0
     found = manifest("x")
     assert found["data"]["sft"]["rows"] == {"read": 34, "kept": 33, "dropped": {"empty response": 1}, "repaired": {}}
     assert found["data"]["sft"]["findings"]["repeats an earlier row"]["count"] == 3
@@ -264,3 +265,38 @@ def test_a_data_file_that_was_moved_is_another_recipe(place: Path, capsys: pytes
     assert 'sft.data.path: ["a.jsonl"] -> ["b.jsonl"]' in capsys.readouterr().err
     Path("a.jsonl").symlink_to("b.jsonl")
     assert keel("run", recipe) == 0
+
+
+def test_case_17_rows_with_the_same_prompt_are_groups_of_their_own(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three rows, two of the same text, two responses each: three groups of two, in every update."""
+    rows = [{"prompt": "Where is my lamp?"}, {"prompt": "Where is my lamp?"}, {"prompt": "Where is it?"}]
+    real, seen = online.make_experience, []
+
+    def watched(learner: Any, rollouts: Any, scores_B: Any, groups_B: Any, *more: Any) -> Any:
+        texts = [prompt.text for prompt in rollouts.prompts]
+        seen.append((groups_B.tolist(), sorted({p.source[-1] for p in rollouts.prompts}), texts.count(texts[0])))
+        return real(learner, rollouts, scores_B, groups_B, *more)
+
+    monkeypatch.setattr(online, "make_experience", watched)
+    ppo = {"data": {"path": [lines("a.jsonl", rows)]}, "reward": "score.py:short", "updates": 2, "rollouts": 6}
+    ppo |= {"advantage": "grpo", "responses_per_prompt": 2, "minibatches": 1}
+    assert keel("run", write("x", ppo=ppo)) == 0
+    assert [one[:2] for one in seen] == [([0, 0, 1, 1, 2, 2], ["1", "2", "3"])] * 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_settings_is_named(name: str, place: Path, capsys: pytest.CaptureFixture[str]):
+    data = {"path": [lines("a.jsonl", demonstrations("a", 24))]}
+    Path("model", name).write_text('{"a": 1,\n oops}')
+    assert keel("run", write("x", sft={"data": data})) == 2
+    told = capsys.readouterr().err
+    assert f"{name} cannot be loaded" in told and f"model/{name}:2" in told
+
+
+def test_an_error_names_a_row_once(place: Path, capsys: pytest.CaptureFixture[str]):
+    Path("score.py").write_text("def nan(response): return float('nan')\n")
+    rows = [{"prompt": f"Where is lamp {i}?"} for i in range(6)]
+    ppo = {"data": {"path": [lines("a.jsonl", rows)]}, "reward": "score.py:nan", "updates": 1, "rollouts": 4}
+    assert keel("run", write("x", ppo={**ppo, "minibatches": 1, "responses_per_prompt": 2, "advantage": "rloo"})) == 2
+    where = next(line for line in capsys.readouterr().err.splitlines() if "where:" in line)
+    assert where.count("a.jsonl:") == 1 and "score.py:nan" in where
