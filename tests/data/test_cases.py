@@ -224,8 +224,9 @@ def test_case_16_tokenizer_template_and_limits_are_in_the_fingerprint():
     assert len({made.fingerprint() for made in makers}) == 4
     assert Encoder(words(), "chat", 9, 9, (EOS,)).fingerprint() == makers[0].fingerprint()
 
+
+def test_case_17_equal_prompts_of_two_rows_stay_two_prompts(tmp_path: Path):
     """Read as two records, each with its own columns and place; as groups: tests/e2e/test_data_run.py."""
-    """Read as two records, each with its own columns and place (their groups in training: tests/e2e/test_data_run.py)."""
     read = read_prompts(lines(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}))
     assert [(p.text, p.columns["answer"], p.source[-1]) for p in read.records] == [("a", 1, "1"), ("a", 2, "2")]
 
