@@ -101,16 +101,42 @@ class Encoder:
         Raises:
             DataError: the template refuses the messages, "plain" meets several, or there is no token.
         """
+        (ids,) = self._ids([self._text(prompt)])
+        return self._fitted(ids, prompt)
+
+    def each_prompt_ids(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | DataError]:
+        """`prompt_ids` of many prompts at once, which is faster; an error stands in the place of its prompt."""
+        texts: list[str] = []
+        found: list[tuple[int, ...] | DataError] = []
+        for prompt in prompts:
+            try:
+                texts.append(self._text(prompt))
+                found.append(())
+            except DataError as error:
+                found.append(error)
+        ids = iter(self._ids(texts) if texts else [])
+        for at, prompt in enumerate(prompts):
+            if not isinstance(found[at], DataError):
+                try:
+                    found[at] = self._fitted(next(ids), prompt)
+                except DataError as error:
+                    found[at] = error
+        return found
+
+    def _text(self, prompt: Prompt) -> str:
         if self.template == "chat":
-            (ids,) = self._ids([self.render(prompt)])
-        elif len(prompt.messages) == 1:
-            ids = self._bos + self._ids([prompt.text])[0]
-        else:
-            raise DataError(
-                f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
-                where=prompt.source,
-                remedy="Use the chat template, which keeps who said what.",
-            )
+            return self.render(prompt)
+        if len(prompt.messages) == 1:
+            return prompt.text
+        raise DataError(
+            f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
+            where=prompt.source,
+            remedy="Use the chat template, which keeps who said what.",
+        )
+
+    def _fitted(self, ids: tuple[int, ...], prompt: Prompt) -> tuple[int, ...]:
+        """The ids of a prompt's text with the beginning that they lack, cut to the limit."""
+        ids = ids if self.template == "chat" else self._bos + ids
         if not ids:
             raise DataError("The prompt has no token.", where=prompt.source, remedy="Give it some text.")
         if len(ids) > self.max_prompt_tokens:
@@ -219,7 +245,14 @@ class Encoder:
 
     def _ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         # verbose=False: a text over the model's length is cut here, by our own limits, and needs no warning
-        return [tuple(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+        made = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        return [tuple(ids) for ids in made["input_ids"]]
 
 
 def eos_ids_of(
