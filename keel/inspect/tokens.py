@@ -7,7 +7,7 @@ from typing import Literal
 from keel.data.encode import Encoder
 from keel.errors import DataError
 from keel.inspect.survey import Record, Survey, prompt_of, replies_of
-from keel.types import Prompt
+from keel.types import Demonstration, Prompt
 
 Use = Literal["template", "prompt", "response", "end"]
 """template: what the chat template adds, BOS included. prompt: the row's own text. response: supervised. end: the end
@@ -80,10 +80,33 @@ def response_tokens(encoder: Encoder, response: str) -> list[Token]:
     return [Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)]
 
 
-def row_tokens(encoder: Encoder, record: Record) -> dict[str, list[Token]]:
-    """A record's prompt and replies by name. Raises DataError where the template refuses the prompt."""
+def row_tokens(encoder: Encoder, record: Record, *, every_turn: bool = False) -> dict[str, list[Token]]:
+    """A record's prompt and replies by name; with `every_turn` a demonstration's sequences, as `Encoder.turns` makes
+    them. Raises DataError where the template refuses the prompt."""
+    if every_turn and isinstance(record, Demonstration):
+        sequences = turn_tokens(encoder, record)
+        return {f"sequence {at}" if sequences[1:] else "sequence": part for at, part in enumerate(sequences, start=1)}
     named = {name: response_tokens(encoder, text) for name, text in replies_of(record).items()}
     return {"prompt": prompt_tokens(encoder, prompt_of(record)), **named}
+
+
+def turn_tokens(encoder: Encoder, demonstration: Demonstration) -> list[list[Token]]:
+    """The sequences of a demonstration whose every turn is learned; what is not learned is the prompt's or the
+    template's, as it was before the sequence's last turn."""
+    messages = demonstration.prompt.messages
+    asked = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+    prompts = [replace(demonstration.prompt, messages=messages[:at]) for at in asked] + [demonstration.prompt]
+    uses_of = {ids: _prompt_uses(encoder, prompt, ids) for prompt in prompts if (ids := encoder.prompt_ids(prompt))}
+    parts: list[list[Token]] = []
+    for sequence in encoder.turns(demonstration.prompt, demonstration.response):
+        ids = sequence.prompt_ids + sequence.response_ids
+        learned = [False] * len(sequence.prompt_ids) + list(sequence.spoken)
+        last = len(ids) - learned[::-1].index(False)  # where the last turn begins; a prompt has a token
+        before: list[Use] = [*uses_of[ids[:last]], *["response"] * (len(ids) - last)]
+        ends: list[Use] = ["end" if token in encoder.eos_ids else "response" for token in ids]
+        uses = [end if on else use for on, use, end in zip(learned, before, ends, strict=True)]
+        parts.append([Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)])
+    return parts
 
 
 def _prompt_uses(encoder: Encoder, prompt: Prompt, ids: Sequence[int]) -> list[Use]:
