@@ -34,6 +34,9 @@ and a line break before the reply, so that its first token is the same as at the
 PROBES = ("Yes.", "<think>\nLet me see.\n</think>\n\nYes.")
 """Replies by which `drift` tries a template; many drop the reasoning of earlier turns."""
 
+DRIFT_SHOWN = 12
+"""Tokens that it shows on each side of the first difference."""
+
 BUSY_TOKENS = 1024
 """Tokens from which a forward pass of even a small model gains nothing by being larger (docs/decisions.md)."""
 
@@ -166,7 +169,7 @@ class Encoder:
         writes earlier turns otherwise (`drift`), or the next prompt is cut, the next turn begins a sequence of its own.
         Empty turns, and one that nothing precedes, carry no loss.
         """
-        messages = (*prompt.messages, {"role": "assistant", "content": response})
+        messages = (*prompt.messages, _says(response))
         found: list[TokenSequence] = []
         for at, message in enumerate(messages):
             if at and message["role"] == "assistant" and message["content"].strip():
@@ -183,15 +186,16 @@ class Encoder:
         asked, again = ({"role": "user", "content": text} for text in ("Is it so?", "Why?"))
         for reply in PROBES:
             try:
-                trained = self.render(Prompt((asked,))) + reply + str(self.tokenizer.convert_ids_to_tokens(self.eos_id))
-                later = self.render(Prompt((asked, {"role": "assistant", "content": reply}, again)))
+                prompts = [self.render(Prompt(turns)) for turns in ((asked,), (asked, _says(reply), again))]
             except DataError:  # a template for one turn, or for other roles: rows show it, where there are such
                 continue
-            if not later.startswith(trained):
-                pairs = enumerate(zip(trained, later, strict=False))
-                at = next((at for at, (own, other) in pairs if own != other), len(later))
-                start, end = max(0, at - 30), at + 30
-                return f"trained: {trained[start:end]!r}, in later prompts: {later[start:end]!r}"
+            before, later, own = self._ids([*prompts, reply])
+            trained = (*before, *own, self.eos_id)
+            if later[: len(trained)] != trained:
+                at = next(at for at, token in enumerate((*trained, None)) if (*later, None)[at] != token)
+                start = max(0, at - DRIFT_SHOWN)
+                told = (self.tokenizer.decode(list(ids[start : at + DRIFT_SHOWN])) for ids in (trained, later))
+                return "trained: {!r}, in later prompts: {!r}".format(*told)
         return ""
 
     def responses(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -335,6 +339,10 @@ def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list
         groups[at].append(row)
         seen += lengths[row]
     return groups
+
+
+def _says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def _joined(first: TokenSequence, then: TokenSequence) -> TokenSequence | None:

@@ -102,9 +102,10 @@ def turn_tokens(encoder: Encoder, demonstration: Demonstration) -> list[list[Tok
         ids = sequence.prompt_ids + sequence.response_ids
         learned = [False] * len(sequence.prompt_ids) + list(sequence.spoken)
         last = len(ids) - learned[::-1].index(False)  # where the last turn begins; a prompt has a token
-        before: list[Use] = [*uses_of[ids[:last]], *["response"] * (len(ids) - last)]
+        tail: list[Use] = ["response"] * (len(ids) - last)
+        before = uses_of[ids[:last]] + tail
         ends: list[Use] = ["end" if token in encoder.eos_ids else "response" for token in ids]
-        uses = [end if on else use for on, use, end in zip(learned, before, ends, strict=True)]
+        uses: list[Use] = [end if on else use for on, use, end in zip(learned, before, ends, strict=True)]
         parts.append([Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)])
     return parts
 

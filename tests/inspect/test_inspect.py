@@ -184,9 +184,9 @@ class TestTokens:
         """One sequence where the template ends turns with the end token, one a turn where it does not."""
         said = Demonstration(Prompt((U, {"role": "assistant", "content": "yes"}, U | {"content": "really"})), "no")
         made = encoder(prompt=99)
-        ended = made.tokenizer.chat_template.replace("trim }}", "trim }} {{ '</s>' if m.role == 'assistant' }}")
-        made.tokenizer.chat_template = ended.replace(
-            "[{{ m.role }}]", "{{ '[bot]' if m.role[0] == 'a' else '[user]' }}"
+        made.tokenizer.chat_template = (
+            "<s> {% for m in messages %}{% if m.role == 'assistant' %}[bot] {{ m.content }} </s> {% else %}"
+            "[user] {{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
         )
         made = Encoder(made.tokenizer, "chat", 99, 9, (2,))
         (part,) = row_tokens(made, said, every_turn=True).values()
