@@ -23,6 +23,7 @@ table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-
 .template { color: var(--soft) } .prompt { color: var(--prompt) } .response { color: var(--good) }
 .end { background: var(--goodback); color: var(--good); font-weight: bold }
 .text span:nth-child(even) { text-decoration: underline dotted var(--line); text-underline-offset: .25em }
+.row td { overflow-wrap: anywhere }
 i { display: none; font-style: normal; font-size: 10px; color: var(--soft) }
 #ids:checked ~ .row i { display: inline }
 svg { display: block; width: 100%; height: 70px; border-bottom: 1px solid var(--line) } rect { fill: var(--bar) }

@@ -165,4 +165,4 @@ class TestMixtures:
             (["a", "b"], [1, 0], "greater than 0"),
         ):
             with pytest.raises(ValidationError, match=told):
-                SourceConfig(path=paths, weights=weights)
+                SourceConfig.model_validate({"path": paths, "weights": weights})
