@@ -16,7 +16,7 @@ from keel.data.formats import read_demonstrations
 from keel.data.stream import Mixture, batch_rows
 from keel.inspect import report, survey
 from keel.models.loading import load_tokenizer
-from keel.train import online, supervised
+from keel.train import online, stages, supervised
 from keel.train.inputs import split_rows
 
 FEW = {"sft": "max_rows", "reward": "max_prompts", "preference": "max_prompts"}
@@ -132,7 +132,9 @@ class Watched:
     seen: list[int] = field(default_factory=list)
     mixture: Mixture | None = None
 
-    def __call__(self, rows: int, batch: int, step: int, seed: int, lengths: Any, mixture: Mixture | None) -> list[int]:
+    def __call__(
+        self, rows: int, batch: int, step: int, seed: int, lengths: Any = None, mixture: Mixture | None = None
+    ) -> list[int]:
         if step == self.stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         self.mixture = mixture
@@ -164,6 +166,34 @@ def test_paths_with_weights_are_mixed_in_exact_shares_and_go_on_in_the_middle_of
     assert models[0] == models[1]
     assert keel("run", "cut.yaml", "--sft.data.weights", "1", "1") == 2
     assert "sft.data.weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["reward", "dpo", "kto", "ppo", "ptx"])
+def test_weights_work_in_every_stage(stage: str, place: Path, monkeypatch: pytest.MonkeyPatch):
+    """16 and 8 rows, nothing of one path held out by its prompts: 1 : 1 gives as many places to each."""
+    asked = {name: [f"Where is {name} {i}?" for i in range(count)] for name, count in (("a", 16), ("b", 8))}
+    pairs = {n: [{"prompt": p, "chosen": "here", "rejected": "no"} for p in some] for n, some in asked.items()}
+    said = {n: [{"prompt": p, "completion": "here"} for p in some] for n, some in asked.items()}
+    rows = said if stage in ("ppo", "ptx") else pairs
+    data = {"path": [lines(f"{name}.jsonl", some) for name, some in rows.items()], "weights": [1, 1]}
+    ppo: dict[str, Any] = {"data": data, "reward": "score.py:short", "updates": 2, "rollouts": 4, "minibatches": 1}
+    if stage == "ptx":
+        ppo = {**ppo, "data": {"path": data["path"]}, "ptx": {"data": data, "batch": 4}}
+    section: dict[str, Any] = {
+        "reward": {"reward": {"data": data}},
+        "dpo": {"preference": {"data": data}},
+        "kto": {"preference": {"data": data, "loss": "kto", "held_out": 4}},
+        "ppo": {"ppo": ppo},
+        "ptx": {"ppo": {**ppo, "critic": {"warmup_cap": 0}}},
+    }[stage]
+    watched = Watched()
+    module = {"ppo": online, "ptx": stages}.get(stage, supervised)
+    monkeypatch.setattr(module, "batch_rows", watched)
+    assert keel("run", write("x", **section)) == 0
+    mixture = watched.mixture
+    assert mixture and abs(mixture.counts[0] - mixture.counts[1]) <= 1
+    assert len(mixture.rows[0]) > len(mixture.rows[1]) and sum(mixture.counts) == sum(map(len, mixture.rows))
+    assert sum(mixture.counts) == {"reward": 16, "dpo": 16, "kto": 44, "ppo": 24, "ptx": 24}[stage]
 
 
 def test_a_path_whose_rows_are_all_held_out_is_told_before_training(place: Path, capsys: pytest.CaptureFixture[str]):
