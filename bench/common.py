@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -117,11 +118,16 @@ class Finished:
     output: str
 
 
-def run(command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> Finished:
+def run(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, shown: bool = False
+) -> Finished:
     """Runs a command to its end with `folder` as its working directory. Raises SystemExit with the end of its output
-    where it fails. The caller must be small: a process inherits the peak of the one that started it (getrusage(2))."""
+    where it fails. The caller must be small: a process inherits the peak of the one that started it (getrusage(2)).
+
+    shown: the output goes to standard error at once, instead of into the result."""
     log = folder / "output.txt"
-    with log.open("w") as out:
+    log.touch()
+    with nullcontext(sys.stderr) if shown else log.open("w") as out:
         began = time.monotonic()
         process = subprocess.Popen(
             command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}

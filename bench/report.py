@@ -26,6 +26,7 @@ MEASUREMENTS = {
     "utilisation": ["bench.learner", "utilisation"],
     "scaling": ["bench.learner", "scaling"],
     "plan": ["bench.plan"],
+    "data": ["bench.data"],
 }
 RESULTS = REPOSITORY / "bench" / "results.json"
 PAGE = REPOSITORY / "docs" / "performance.md"

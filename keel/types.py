@@ -37,11 +37,13 @@ class Prompt:
     messages: chat turns, each {"role", "content"}, the last one not from the assistant.
     columns: the row's other columns, given to reward functions untouched.
     source: "file:line" or another place that a person can look up.
+    origin: which of the recipe's paths it was read from, counted from 0.
     """
 
     messages: tuple[dict[str, str], ...]
     columns: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    origin: int = 0
 
     @property
     def text(self) -> str:
@@ -81,13 +83,23 @@ class Thumb:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids of one prompt with one response (end token included where there is one)."""
+    """Token ids of one prompt with one response (end token included where there is one).
+
+    response_mask: of `response_ids`, True where the model speaks. What users and tools say between its turns is a gap.
+        None: the model speaks throughout.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def spoken(self) -> tuple[bool, ...]:
+        """`response_mask`, written out."""
+        return (True,) * len(self.response_ids) if self.response_mask is None else self.response_mask
 
 
 @dataclass

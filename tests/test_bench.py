@@ -1,17 +1,22 @@
 """The bench harness: the form of a result, its bounds, the table, and a process whose memory is counted."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from bench import report
 from bench.algorithms import line_of
 from bench.common import Bounds, line, met, run
+from bench.data import write_pairs
 from bench.ppo import CASES
 from bench.workload import PROMPT, median_update, recipe
+from keel.inspect import survey
 from keel.recipe import load
+from keel.runs.console import Console
 
 
 def test_a_result_has_the_ratio_and_its_bounds():
@@ -81,6 +86,17 @@ def test_the_report_replaces_results_by_name(tmp_path, monkeypatch):
     first = (tmp_path / "p.svg").read_bytes()
     report.report()
     assert page.read_text() == text and (tmp_path / "p.svg").read_bytes() == first
+
+
+def test_the_pairs_of_a_large_file_are_all_different(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    rows = write_pairs(path, 100_000, Console(rich.console.Console(file=io.StringIO())))
+    pairs = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len(pairs) == rows == len({pair["prompt"] for pair in pairs}) > 200
+    assert 100_000 <= path.stat().st_size < 102_000
+    taken = survey.take(path)
+    assert taken.kind.name == "preference pair" and taken.read == rows and not taken.refused
+    assert set(taken.dropped) <= {"identical pair"} and not taken.found.keys() & {"repeats an earlier row"}
 
 
 def test_a_process_is_counted_alone(tmp_path):

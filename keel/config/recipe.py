@@ -69,6 +69,8 @@ class Recipe(Section):
             raise ValueError(
                 "model.lora_rank and model.lora_alpha do nothing: backbone is separate and no stage uses lora"
             )
+        if self.sft and self.sft.loss_on == "every" and self.model.template == "plain":
+            raise ValueError("sft.loss_on every does nothing with model.template plain, which has a single turn")
         if self.sft and self.sft.tuning == "full" and self.model.dtype == "bfloat16":
             raise ValueError(
                 "sft.tuning full with model.dtype bfloat16 would lose steps smaller than bfloat16 can hold; "
@@ -166,6 +168,8 @@ def _check_sandbox(recipe: Recipe) -> None:
             )
         if (stage.prompts or 0) > recipe.sandbox.prompts:
             raise ValueError(f"{name}.prompts {stage.prompts} is more than sandbox.prompts {recipe.sandbox.prompts}")
+    if recipe.sandbox and recipe.sft and recipe.sft.loss_on == "every":
+        raise ValueError("sft.loss_on every does nothing in the sandbox, whose demonstrations have one turn; remove it")
     reward = recipe.reward
     if recipe.sandbox and reward and reward.margin:
         raise ValueError("reward.margin does nothing in the sandbox, whose annotators do not say how sure they are")

@@ -52,15 +52,26 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """Files, folders or data sets to read rows from, one after the other."""
+    """Files, folders or data sets to read rows from, one after the other or mixed."""
 
     path: list[str]
     """Files: .jsonl, .json, .csv, .tsv, .parquet, .arrow (also .gz), or text of one prompt a line; folders of them;
     Hub ids (owner/name[/config][:split]). Relative to the current folder."""
+    weights: list[Rate] | None = None
+    """Shares of the paths in an epoch, one for each, relative to each other, such as [3, 1]: three rows of the first
+    to one of the second, whatever their sizes. Null: every row once, so that a path counts by its size."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Other people's column names: Keel's name -> the file's name, such as {prompt: query}."""
     first_words: Positive | None = None
     """Keep only the first words of each text as the prompt (words). Null: the whole text."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> Self:
+        if self.weights is not None and len(self.path) < 2:
+            raise ValueError("weights do nothing with a single path; remove them")
+        if self.weights is not None and len(self.weights) != len(self.path):
+            raise ValueError(f"weights are {len(self.weights)}, but path names {len(self.path)}; give one for each")
+        return self
 
 
 class SandboxConfig(Section):
@@ -97,6 +108,9 @@ class SftConfig(Section):
     """Demonstrations. Null in the sandbox, which writes its own."""
     tuning: Literal["full", "lora"] = "full"
     """full: all weights. lora: an adapter, merged into the base at the end."""
+    loss_on: Literal["last", "every"] = "last"
+    """The turns of the assistant in a conversation that are learned. last: the last one, all before it is prompt, as
+    in evaluation and PPO. every: each of them [Vicuna, 2023]; what others say between them is never learned."""
     max_rows: Positive | None = None
     """Train on at most so many demonstrations, drawn by seed. Null: all."""
     epochs: Positive = 1

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,11 @@ DEFAULT_CHAT_TEMPLATE = (
 """The chat template of tokenizers that have none: plain words, because a base model knows no special tokens of turns,
 and a line break before the reply, so that its first token is the same as at the start of any line."""
 
+PROBES = ("Yes.", "<think>\nLet me see.\n</think>\n\nYes.")
+"""Replies by which `drift` tries a template; many drop the reasoning of earlier turns."""
+
+DRIFT_SHOWN = 12
+"""Tokens that it shows on each side of the first difference."""
 
 BUSY_TOKENS = 1024
 """Tokens from which a forward pass of even a small model gains nothing by being larger (docs/decisions.md)."""
@@ -99,16 +104,42 @@ class Encoder:
         Raises:
             DataError: the template refuses the messages, "plain" meets several, or there is no token.
         """
+        (ids,) = self._ids([self._text(prompt)])
+        return self._fitted(ids, prompt)
+
+    def each_prompt_ids(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | DataError]:
+        """`prompt_ids` of many prompts at once, which is faster; an error stands in the place of its prompt."""
+        texts: list[str] = []
+        found: list[tuple[int, ...] | DataError] = []
+        for prompt in prompts:
+            try:
+                texts.append(self._text(prompt))
+                found.append(())
+            except DataError as error:
+                found.append(error)
+        ids = iter(self._ids(texts) if texts else [])
+        for at, prompt in enumerate(prompts):
+            if not isinstance(found[at], DataError):
+                try:
+                    found[at] = self._fitted(next(ids), prompt)
+                except DataError as error:
+                    found[at] = error
+        return found
+
+    def _text(self, prompt: Prompt) -> str:
         if self.template == "chat":
-            (ids,) = self._ids([self.render(prompt)])
-        elif len(prompt.messages) == 1:
-            ids = self._bos + self._ids([prompt.text])[0]
-        else:
-            raise DataError(
-                f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
-                where=prompt.source,
-                remedy="Use the chat template, which keeps who said what.",
-            )
+            return self.render(prompt)
+        if len(prompt.messages) == 1:
+            return prompt.text
+        raise DataError(
+            f"The plain template takes one message; this prompt has {len(prompt.messages)}.",
+            where=prompt.source,
+            remedy="Use the chat template, which keeps who said what.",
+        )
+
+    def _fitted(self, ids: tuple[int, ...], prompt: Prompt) -> tuple[int, ...]:
+        """The ids of a prompt's text with the beginning that they lack, cut to the limit."""
+        ids = ids if self.template == "chat" else self._bos + ids
         if not ids:
             raise DataError("The prompt has no token.", where=prompt.source, remedy="Give it some text.")
         if len(ids) > self.max_prompt_tokens:
@@ -129,6 +160,43 @@ class Encoder:
         """`sequence` of several responses to one prompt, whose ids are made once."""
         prompt_ids = self.prompt_ids(prompt)
         return [TokenSequence(prompt_ids, ids) for ids in self.responses(responses)]
+
+    def turns(self, prompt: Prompt, response: str) -> list[TokenSequence]:
+        """Every turn of the assistant, those in the prompt too, each after exactly what a sampler would be asked there.
+
+        A turn whose ids, prompt included, are the beginning of the next one's prompt is one sequence with it; what
+        stands between them (other speakers, tools, the template) is a gap in `response_mask`. Where the template
+        writes earlier turns otherwise (`drift`), or the next prompt is cut, the next turn begins a sequence of its own.
+        Empty turns, and one that nothing precedes, carry no loss.
+        """
+        messages = (*prompt.messages, _says(response))
+        found: list[TokenSequence] = []
+        for at, message in enumerate(messages):
+            if at and message["role"] == "assistant" and message["content"].strip():
+                one = self.sequence(replace(prompt, messages=messages[:at]), message["content"])
+                joined = _joined(found[-1], one) if found else None
+                found[-1:] = [joined] if joined else [*found[-1:], one]
+        return found
+
+    def drift(self) -> str:
+        """Where the template writes an earlier turn of the assistant otherwise than it was trained: what was trained
+        and what later prompts hold, in a few words. Empty where they are alike."""
+        if self.template == "plain":
+            return ""
+        asked, again = ({"role": "user", "content": text} for text in ("Is it so?", "Why?"))
+        for reply in PROBES:
+            try:
+                prompts = [self.render(Prompt(turns)) for turns in ((asked,), (asked, _says(reply), again))]
+            except DataError:  # a template for one turn, or for other roles: rows show it, where there are such
+                continue
+            before, later, own = self._ids([*prompts, reply])
+            trained = (*before, *own, self.eos_id)
+            if later[: len(trained)] != trained:
+                at = next(at for at, token in enumerate((*trained, None)) if (*later, None)[at] != token)
+                start = max(0, at - DRIFT_SHOWN)
+                told = (self.tokenizer.decode(list(ids[start : at + DRIFT_SHOWN])) for ids in (trained, later))
+                return "trained: {!r}, in later prompts: {!r}".format(*told)
+        return ""
 
     def responses(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """The ids of responses alone, each with its end token."""
@@ -181,7 +249,14 @@ class Encoder:
 
     def _ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         # verbose=False: a text over the model's length is cut here, by our own limits, and needs no warning
-        return [tuple(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+        made = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        return [tuple(ids) for ids in made["input_ids"]]
 
 
 def eos_ids_of(
@@ -209,7 +284,7 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
 
     Returns:
         ids_BS: int64.
-        response_mask_BS: bool, True at the positions of response tokens, the end token included.
+        response_mask_BS: bool, True at the positions of response tokens, end tokens included, False in their gaps.
         lengths_B: int64, tokens of each row that are no padding.
     """
     lengths = [len(sequence) for sequence in sequences]
@@ -217,7 +292,8 @@ def pad_sequences(sequences: Sequence[TokenSequence], pad_id: int) -> tuple[Tens
     response_mask_BS = torch.zeros(ids_BS.shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         ids_BS[row, : lengths[row]] = torch.tensor(sequence.prompt_ids + sequence.response_ids)
-        response_mask_BS[row, len(sequence.prompt_ids) : lengths[row]] = True
+        mask = sequence.response_mask
+        response_mask_BS[row, len(sequence.prompt_ids) : lengths[row]] = True if mask is None else torch.tensor(mask)
     return ids_BS, response_mask_BS, torch.tensor(lengths)
 
 
@@ -263,6 +339,20 @@ def _even(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list
         groups[at].append(row)
         seen += lengths[row]
     return groups
+
+
+def _says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def _joined(first: TokenSequence, then: TokenSequence) -> TokenSequence | None:
+    """Both as one, where the first is the beginning of what the second is asked."""
+    known = first.prompt_ids + first.response_ids
+    if then.prompt_ids[: len(known)] != known:
+        return None
+    gap = then.prompt_ids[len(known) :]
+    mask = first.spoken + (False,) * len(gap) + then.spoken
+    return TokenSequence(first.prompt_ids, first.response_ids + gap + then.response_ids, mask)
 
 
 def _own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -18,7 +18,13 @@ Turn = dict[str, str]
 OPTIONAL = "input"
 """Alpaca's second half of an instruction, used where there is one."""
 
-ROLES = {"human": "user", "gpt": "assistant", **{name: name for name in ("system", "user", "assistant", "tool")}}
+ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 """Names of speakers in files, and ours."""
 
 LISTS = ("messages", "conversations", "ranking")

@@ -7,6 +7,7 @@ import io
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -52,18 +53,20 @@ class RowStream:
         if not given:
             raise DataError("No file is given.", remedy="Give at least one path.")
         self.text_as = text_as
-        self.files = [file for path in map(str, given) for file in _stands_for(path, text_as)]
+        places = [_stands_for(path, text_as) for path in map(str, given)]
+        self.files = [file for files in places for file in files]
+        self._origins = [origin for origin, files in enumerate(places) for _ in files]
         self.bytes_read = 0
         self._digests: list[bytes] = []
 
     def __iter__(self) -> Iterator[Row | DataError]:
         self._digests = []
-        for path in self.files:
+        for path, origin in zip(self.files, self._origins, strict=True):
             digest = hashlib.sha256()
             empty = True
             for row in self._rows(path, digest):
                 empty = False
-                yield row
+                yield replace(row, origin=origin) if origin and isinstance(row, Row) else row
             if empty:
                 raise DataError("The file is empty.", where=path, remedy="Give a file with at least one row.")
             self._digests.append(digest.digest())

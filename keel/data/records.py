@@ -269,4 +269,4 @@ def _prompt(view: View, turns: list[Turn], *replies: str) -> Prompt:
     fields = (*view.shape, OPTIONAL) if view.shape[0] == "instruction" else view.shape
     used = {view.names.get(name, name) for name in fields}
     columns = {name: value for name, value in view.row.cells.items() if name not in used}
-    return Prompt(tuple(turns), columns, view.row.source)
+    return Prompt(tuple(turns), columns, view.row.source, view.row.origin)

@@ -6,6 +6,7 @@ reader can get over is raised.
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +21,14 @@ class Row:
     cells: column -> value, as in the file.
     path: the file; source: "file:line", or "file:row n" where lines mean nothing.
     repairs: what was mended while reading it.
+    origin: which of the given paths it was read from, counted from 0.
     """
 
     cells: dict[str, Any]
     path: str
     source: str
     repairs: list[str] = field(default_factory=list)
+    origin: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ def json_lines(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
         if line.raw.strip():
             source = f"{path}:{line.number}"
             try:
-                cells = _value(line.raw, source, line.offset, "Mend the line; each line is one JSON object.")
+                remedy = "Mend the line; each line is one JSON object."
+                cells = _value(
+                    line.raw, source, line.offset, _for_table(line.raw, remedy) if line.number == 1 else remedy
+                )
             except DataError as error:
                 yield error
                 continue
@@ -62,7 +68,8 @@ def json_list(path: str, content: bytes, offset: int) -> Iterator[Row | DataErro
     """
     if not content.strip():
         return
-    items = _value(content, path, offset, "If it holds one object a line, name it .jsonl.")
+    remedy = _for_table(content.partition(b"\n")[0], "If it holds one object a line, name it .jsonl.")
+    items = _value(content, path, offset, remedy)
     if not isinstance(items, list):
         raise DataError("The file holds no list.", where=path, remedy="Give a list of objects, or .jsonl.")
     for number, cells in enumerate(items, start=1):
@@ -118,6 +125,14 @@ def _value(raw: bytes, source: str, offset: int, remedy: str) -> Any:
         raise DataError(f"Not JSON: {error.msg}.", where=f"{source}, byte {at}", remedy=remedy) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested lists
         raise DataError(f"Not usable JSON: {error}.", where=f"{source}, byte {offset}", remedy=remedy) from None
+
+
+def _for_table(first: bytes, otherwise: str) -> str:
+    """The remedy for a first line that is no JSON, where it reads like the names of a table's columns."""
+    names = re.split(rb"[,;\t]", first.strip())
+    if len(names) > 1 and all(re.fullmatch(rb'"?[\w .-]+"?', name) for name in names):
+        return "Its first line reads like the names of a table's columns: if it is one, name the file .csv or .tsv."
+    return otherwise
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

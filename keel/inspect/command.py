@@ -35,6 +35,8 @@ class Flags:
     """Show each token with its id (with --model)."""
     template: Literal["chat", "plain"] = "chat"
     """As model.template of a recipe (with --model)."""
+    loss_on: Literal["last", "every"] = "last"
+    """As sft.loss_on of a recipe (with --model)."""
     max_prompt_tokens: int = 512
     """As model.max_prompt_tokens of a recipe (with --model)."""
     max_response_tokens: int = 128
@@ -64,7 +66,7 @@ def inspect(arguments: list[str], console: Console) -> None:
     if encoder:
         from keel.inspect.tokens import row_tokens
 
-        tokens = [row_tokens(encoder, record) for record in taken.records]
+        tokens = [row_tokens(encoder, record, every_turn=flags.loss_on == "every") for record in taken.records]
     told = report.report(taken, limits, tokens)
     if flags.html is not None:
         _write(flags.html, page.page(told))
@@ -77,7 +79,13 @@ def inspect(arguments: list[str], console: Console) -> None:
 
 
 def _check(flags: Flags) -> None:
-    without = {"ids": False, "template": "chat", "max_prompt_tokens": 512, "max_response_tokens": 128}
+    without = {
+        "ids": False,
+        "template": "chat",
+        "loss_on": "last",
+        "max_prompt_tokens": 512,
+        "max_response_tokens": 128,
+    }
     for name, default in without.items():
         if flags.model is None and getattr(flags, name) != default:
             flag = "--" + name.replace("_", "-")
@@ -105,7 +113,8 @@ def _encoder(flags: Flags, model: str) -> tuple[Any, dict[str, Any]]:
     from keel.models.loading import load_encoder
 
     encoder = load_encoder(model, ModelConfig(path=model, template=flags.template, **limits))
-    return encoder, {"model": model, "template": encoder.template_name, **limits, "eos_ids": list(encoder.eos_ids)}
+    told = {"model": model, "template": encoder.template_name, **limits, "eos_ids": list(encoder.eos_ids)}
+    return encoder, told | {"drift": encoder.drift()}
 
 
 def _take(flags: Flags, console: Console, measure: survey.Measure, unit: str) -> survey.Survey:

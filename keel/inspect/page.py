@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from keel.inspect.report import MEANING, encoded_with, headline, near, part_title, places, share, striking
+from keel.inspect.report import MEANING, drift, encoded_with, headline, near, part_title, places, share, striking
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #667; --line: #d9dde3; --paper: #fff; --card: #f6f7f9;
@@ -23,6 +23,7 @@ table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-
 .template { color: var(--soft) } .prompt { color: var(--prompt) } .response { color: var(--good) }
 .end { background: var(--goodback); color: var(--good); font-weight: bold }
 .text span:nth-child(even) { text-decoration: underline dotted var(--line); text-underline-offset: .25em }
+.row td { overflow-wrap: anywhere }
 i { display: none; font-style: normal; font-size: 10px; color: var(--soft) }
 #ids:checked ~ .row i { display: inline }
 svg { display: block; width: 100%; height: 70px; border-bottom: 1px solid var(--line) } rect { fill: var(--bar) }
@@ -44,6 +45,7 @@ def page(told: Mapping[str, Any]) -> str:
         f"<h2>Length in {told['unit']}s</h2>",
         _lengths(told["lengths"]),
         f'<p class="soft">{escape(encoded_with(told))}</p>',
+        f'<p class="soft">{escape(drift(told))}</p>' if drift(told) else "",
         *(_histogram(name, bins, told["unit"]) for name, bins in told["histograms"].items()),
         "<h2>Rows as the trainer sees them</h2>",
         _legend(told),

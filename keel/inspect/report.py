@@ -152,6 +152,18 @@ def encoded_with(told: Mapping[str, Any]) -> str:
     )
 
 
+def drift(told: Mapping[str, Any]) -> str:
+    """What the template does to earlier turns, and what that means; empty where it leaves them alone."""
+    found = told["encoded"].get("drift")
+    if not found:
+        return ""
+    return (
+        f"the template writes earlier turns of the assistant otherwise than they were trained ({found}). Nothing "
+        "is learned wrongly: with sft.loss_on every, a turn after such a one begins a sequence of its own. A template "
+        "that leaves earlier turns as they are, and ends each with the end token, makes one sequence of a conversation"
+    )
+
+
 def show(told: Mapping[str, Any], console: Console, *, ids: bool) -> None:
     """The report on the terminal. ids: every token with its id."""
     console.line(", ".join(told["files"]), "bold")
@@ -178,6 +190,8 @@ def show(told: Mapping[str, Any], console: Console, *, ids: bool) -> None:
         rows = [[name, *cuts.values()] for name, cuts in told["lengths"].items()]
         console.table(columns, rows, title=f"length in {told['unit']}s")
     console.line(encoded_with(told), "dim")
+    if drift(told):
+        console.line(drift(told), "dim")
     for row in told["shown"]:
         console.rule(near(row["source"], told["files"]))
         _show_row(row, console, ids)

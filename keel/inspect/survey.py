@@ -32,6 +32,9 @@ KINDS: dict[str, Callable[[], Kind[Any]]] = {
 LOOKED_AT = 100
 """Rows among which one must have the fields of some kind."""
 
+TOGETHER = 256
+"""Rows that are measured at once."""
+
 PLACES = 3
 """Rows that are named for each thing found."""
 
@@ -69,8 +72,11 @@ class Found:
             self.places.append(place)
 
 
-Measure = Callable[[Record, "Survey"], dict[str, int]]
-"""Lengths of a record's parts; may add findings, and raises DataError where the record cannot be encoded."""
+Lengths = dict[str, int]
+"""Part of a record -> how long it is."""
+
+Measure = Callable[[Sequence[Record], "Survey"], Sequence[Lengths | DataError]]
+"""The lengths of each of the records, or the error where one cannot be encoded; may add findings."""
 
 
 @dataclass
@@ -115,10 +121,10 @@ class Survey:
         """Counts one of `FINDINGS`."""
         self.found.setdefault(name, Found()).add(place)
 
-    def add(self, record: Record, measure: Measure, held_out: set[int]) -> None:
-        """Counts a record. Raises DataError where it cannot be encoded."""
+    def add(self, record: Record, lengths: Lengths, held_out: set[int]) -> None:
+        """Counts a record."""
         place = prompt_of(record).source
-        for name, length in measure(record, self).items():
+        for name, length in lengths.items():
             self.lengths.setdefault(name, array("l")).append(length)
             if name != "prompt":
                 self.of["response"] += 1
@@ -201,10 +207,13 @@ def _restored(piece: str) -> bool:
     return False
 
 
-def words(record: Record, survey: Survey) -> dict[str, int]:
+def words(records: Sequence[Record], survey: Survey) -> list[Lengths]:
     """Lengths in words, parted by blanks."""
-    asked = sum(len(message["content"].split()) for message in prompt_of(record).messages)
-    return {"prompt": asked} | {name: len(text.split()) for name, text in replies_of(record).items()}
+    return [
+        {"prompt": sum(len(message["content"].split()) for message in prompt_of(record).messages)}
+        | {name: len(text.split()) for name, text in replies_of(record).items()}
+        for record in records
+    ]
 
 
 def take(
@@ -235,28 +244,55 @@ def take(
     held = _prompt_keys(held_out) if held_out else set()
     survey, stream, rows = _open(paths, kind, columns)
     survey.unit = unit
-    for row in rows:
-        survey.read += 1
-        if survey.read % 256 == 0:
-            progress(stream.bytes_read)
-        if isinstance(row, DataError):
-            survey.refused.setdefault(row.what, Found()).add(row.where)
-            continue
-        try:
-            records, mended = survey.kind.records(row, columns)
-            for record in records:
-                survey.add(record, measure, held)
-        except Drop as reason:
-            survey.dropped.setdefault(str(reason), Found()).add(row.source)
-            continue
-        except DataError as error:
-            survey.refused.setdefault(error.what, Found()).add(error.where)
-            continue
-        survey.kept += 1
-        survey.records += records[: max(0, shown - len(survey.records))]
-        for reason in mended:
-            survey.repaired.setdefault(reason, Found()).add(row.source)
+    while some := list(itertools.islice(rows, TOGETHER)):
+        read = [each for row in some if (each := _records(row, survey, columns))]
+        measured = iter(measure([record for _, records, _ in read for record in records], survey))
+        for row, records, mended in read:
+            lengths = [next(measured) for _ in records]
+            if error := next((each for each in lengths if isinstance(each, DataError)), None):
+                survey.refused.setdefault(error.what, Found()).add(error.where)
+                continue
+            for record, each in zip(records, lengths, strict=True):
+                assert not isinstance(each, DataError)
+                survey.add(record, each, held)
+            survey.kept += 1
+            survey.records += records[: max(0, shown - len(survey.records))]
+            for reason in mended:
+                survey.repaired.setdefault(reason, Found()).add(row.source)
+        progress(stream.bytes_read)
     return survey
+
+
+def _records(
+    row: Row | DataError, survey: Survey, columns: Mapping[str, str]
+) -> tuple[Row, Sequence[Record], set[str]] | None:
+    """The row with its records and what was mended to make them; None where it is of no use, which is counted."""
+    survey.read += 1
+    if isinstance(row, DataError):
+        survey.refused.setdefault(row.what, Found()).add(row.where)
+        return None
+    try:
+        return row, *survey.kind.records(row, columns)
+    except Drop as reason:
+        survey.dropped.setdefault(str(reason), Found()).add(row.source)
+    except DataError as error:
+        survey.refused.setdefault(error.what, Found()).add(error.where)
+    return None
+
+
+def counts_of(records: Sequence[Record], kind: Kind[Any]) -> dict[str, Any]:
+    """What `keel inspect` counts over records that were read already: distinct prompts, lengths in words, findings."""
+    survey = Survey([], kind, (), "", [])
+    for record, lengths in zip(records, words(records, survey), strict=True):
+        survey.add(record, lengths, set())
+    return {
+        "prompts": survey.prompts,
+        "lengths": {name: percentiles(values) for name, values in survey.lengths.items()},
+        "findings": {
+            name: {"count": each.count, "of": survey.among(name)[0], "places": each.places}
+            for name, each in survey.found.items()
+        },
+    }
 
 
 def _open(

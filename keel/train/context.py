@@ -1,6 +1,7 @@
 """What every stage of a run is given, and the start and end that all training loops share: resume, log, checkpoint."""
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ class Session:
         file.parent.mkdir(exist_ok=True)
         write_json(file, {**record, "batch": [{**row, "bad": row["row"] in at_fault} for row in batch]})
         self.events.append({"step": self.step + 1, "event": "bad_step", **record, "file": file.name})
-        named = [f"row {row['row']} ({row['source'] or 'no source'})" for row in batch if row["row"] in at_fault]
+        named = _places([row for row in batch if row["row"] in at_fault], error.where)
         shown = ", ".join(named[:SHOWN_ROWS]) + f" and {len(named) - SHOWN_ROWS} more" * (len(named) > SHOWN_ROWS)
         error.where = "; ".join(filter(None, (error.where, shown)))
         if skip:
@@ -272,6 +273,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
                 remedy="remove that line, or the file",
             )
     return lines
+
+
+def _places(rows: Sequence[Mapping[str, Any]], told: str) -> list[str]:
+    """Each place of these rows once, with the first row's number in the batch, without places that are told already."""
+    first = {row["source"] or f"row {row['row']} of the batch": row["row"] for row in reversed(rows)}
+    return [
+        f"row {number} ({source})"
+        for source, number in reversed(first.items())
+        if not re.search(rf"(?<![\w./-]){re.escape(source)}(?!\w)", told)
+    ]
 
 
 def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

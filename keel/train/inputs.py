@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from keel.config import PreferenceConfig, Recipe, RewardConfig, SftConfig, SourceConfig
+from keel.data import records
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
+from keel.data.stream import mixture_of
 from keel.errors import DataError
+from keel.inspect.survey import counts_of
 from keel.runs.console import Console
 from keel.train import world
 from keel.types import Demonstration, PreferencePair, Prompt, Thumb
@@ -43,6 +46,25 @@ class Inputs:
     train_prompts: list[Prompt]
     heldout_prompts: list[Prompt]
 
+    def counts(self) -> dict[str, Any]:
+        """What `keel inspect` counts, for the manifest: by section, of all rows that were read."""
+        judged = self.preferences.records if self.preferences else []
+        kinds = {
+            "sft": (self.demonstrations, records.demonstrations()),
+            "reward": (self.pairs, records.preferences()),
+            "preference": (
+                self.preferences,
+                records.thumbs() if judged and isinstance(judged[0], Thumb) else records.preferences(),
+            ),
+            "ppo": (self.prompts, records.prompts()),
+            "ppo.ptx": (self.ptx, records.demonstrations()),
+        }
+        return {
+            name: {"kind": kind.name, "rows": read.counts} | counts_of(read.records, kind)
+            for name, (read, kind) in kinds.items()
+            if read
+        }
+
 
 def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
     """Reads all files of the recipe, or those that the sandbox left in `data`, before anything is trained, so that a
@@ -59,16 +81,21 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
         source = sft.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
         demonstrations = read_demonstrations(source.path, source.columns)
         _tell(console, "sft", "demonstrations", demonstrations)
-        _check_demonstrations(len(demonstrations.records), sft, recipe.seed)
+        train_rows = _check_demonstrations(demonstrations.records, sft, recipe.seed)
+        _mix(console, "sft", sft.data, [demonstrations.records[i].prompt for i in train_rows])
     if reward and reward.data:
         pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None)
         _tell(console, "reward", "preference pairs", pairs)
-        split_prompts(pairs.records, reward, recipe.seed, "reward")  # raises before SFT has trained for nothing
+        # raises before SFT has trained for nothing
+        train_groups, _ = split_prompts(pairs.records, reward, recipe.seed, "reward")
+        _mix(console, "reward", reward.data, [group[0].prompt for group in train_groups])
     if preference and preference.data:
         preferences = read_judgements(preference.data, preference)
         _tell(console, "preference", "thumbs" if preference.loss == "kto" else "preference pairs", preferences)
         rows: list[Any] = preferences.records
-        split_prompts(rows, preference, recipe.seed, "preference")
+        train_groups, _ = split_prompts(rows, preference, recipe.seed, "preference")
+        units = [group if preference.loss == "kto" else group[:1] for group in train_groups]
+        _mix(console, "preference", preference.data, [row.prompt for unit in units for row in unit])
     if ppo:
         source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
         prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
@@ -77,6 +104,7 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
         if ppo.data:
             train_rows, held_rows = split_rows(len(train), count, recipe.seed)
             train, held = [train[i] for i in train_rows], [train[i] for i in held_rows]
+            _mix(console, "ppo", ppo.data, train)
         elif count:
             held = read_prompts(data / world.HELD_OUT).records[:count]
         if len(train) < ppo.rollouts // ppo.responses_per_prompt:
@@ -89,6 +117,7 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
             source = ppo.ptx.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
             ptx = read_demonstrations(source.path, source.columns)
             _tell(console, "ppo.ptx", "demonstrations", ptx)
+            _mix(console, "ppo.ptx", ppo.ptx.data, [d.prompt for d in ptx.records])
     elif count and recipe.sandbox:
         held = read_prompts(data / world.HELD_OUT).records[:count]
     elif count and (preference or reward):
@@ -96,15 +125,30 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
     return Inputs(demonstrations, pairs, preferences, prompts, ptx, train, held)
 
 
-def _check_demonstrations(count: int, sft: SftConfig, seed: int) -> None:
-    left = len(split_rows(count, sft.held_out, seed, sft.max_rows)[0])
+def turns_of(demonstration: Demonstration, sft: SftConfig) -> int:
+    """How many turns of the assistant are learned (`Encoder.turns`)."""
+    before = demonstration.prompt.messages[1:] if sft.loss_on == "every" else ()
+    return 1 + sum(message["role"] == "assistant" and bool(message["content"].strip()) for message in before)
+
+
+def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: int) -> list[int]:
+    """The rows to train on."""
+    train = split_rows(len(rows), sft.held_out, seed, sft.max_rows)[0]
+    left = len(train)
+    if sft.loss_on == "every" and all(turns_of(demonstration, sft) == 1 for demonstration in rows):
+        raise DataError(
+            "sft.loss_on every does nothing: no demonstration has an earlier turn of the assistant",
+            where="sft.loss_on",
+            remedy="remove it",
+        )
     if left < sft.batch:
         raise DataError(
-            f"{count} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
+            f"{len(rows)} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
             where="sft",
             remedy="give more, or lower sft.batch or sft.held_out"
             + (", or raise sft.max_rows" if sft.max_rows else ""),
         )
+    return train
 
 
 def read_judgements(source: SourceConfig, settings: PreferenceConfig) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
@@ -133,6 +177,14 @@ def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> Non
     console.line(
         f"  {stage:<10} {len(read.records)} {what} of {counts['read']} rows" + "".join(f"; {r}" for r in reasons)
     )
+
+
+def _mix(console: Console, stage: str, source: SourceConfig | None, prompts: Sequence[Prompt]) -> None:
+    """Says how the paths are mixed, where they have weights. Raises DataError where they cannot be."""
+    mixture = mixture_of(source, prompts)
+    if source and mixture:
+        for path, rows, count in zip(source.path, mixture.rows, mixture.counts, strict=True):
+            console.line(f"  {stage:<10} an epoch takes {count} of {len(prompts)} from {path}, which has {len(rows)}")
 
 
 def split_prompts(

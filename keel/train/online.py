@@ -23,7 +23,7 @@ from keel.algo.shaping import monte_carlo_returns, penalise_unfinished, token_re
 from keel.algo.value_loss import explained_variance, popart, value_loss
 from keel.config import GROUPED, PpoConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
-from keel.data.stream import batch_rows
+from keel.data.stream import batch_rows, mixture_of
 from keel.errors import NumberError, RewardError, StepError
 from keel.models.flops import products_of
 from keel.models.roles import (
@@ -105,7 +105,7 @@ def train_online(
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
     session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo), best=ppo.keep_best)
     state, each = session.state, ppo.responses_per_prompt
-    engine = LocalEngine(roles, encoder)
+    engine, mixture = LocalEngine(roles, encoder), mixture_of(ppo.data, prompts)
     products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
@@ -114,7 +114,8 @@ def train_online(
             for role, rate in rates.items():
                 set_rate(optimizers[role], rate)
 
-            chosen = [prompts[i] for i in batch_rows(len(prompts), ppo.rollouts // each, step, seed)]
+            rows = batch_rows(len(prompts), ppo.rollouts // each, step, seed, mixture=mixture)
+            chosen = [prompts[i] for i in rows]
             sampled = sample(learner, engine, chosen, step, clock)
             rollouts = sampled[0]
             seen: dict[str, float] = {}

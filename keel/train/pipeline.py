@@ -70,6 +70,7 @@ class Pipeline:
         self.fingerprints: dict[str, str] = {}
         self.inputs: dict[str, dict[str, Any]] = {}
         self.results: dict[str, dict[str, Any]] = {}
+        self.counts: dict[str, Any] = {}
         self.worked = False
 
     def go(self) -> None:
@@ -82,6 +83,7 @@ class Pipeline:
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
         rows = read_inputs(recipe, data, self.run.console)
+        self.counts = rows.counts()
         start = base = base or self._base()
         if rows.demonstrations:
             read = rows.demonstrations
@@ -206,6 +208,8 @@ class Pipeline:
             {
                 "recipe": self.recipe.model_dump(mode="json"),
                 "inputs": self.inputs,
+                "data": self.counts,
+                "cut": {name: result["cut"] for name, result in self.results.items() if "cut" in result},
                 "command": self.run.command,
                 "metrics": {
                     m.name: {"unit": m.unit, "meaning": m.meaning, "healthy": m.healthy}

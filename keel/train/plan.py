@@ -15,7 +15,7 @@ import torch
 from keel import sandbox
 from keel.config import Recipe
 from keel.data.encode import Encoder
-from keel.data.stream import batch_rows
+from keel.data.stream import batch_rows, mixture_of
 from keel.errors import ConfigError, ModelError
 from keel.models.loading import load_encoder, load_size, pick_device, quiet_transformers, smollm2_source
 from keel.models.size import Size
@@ -193,7 +193,8 @@ def _lengths(recipe: Recipe, encoder: Encoder, console: Console) -> Lengths:
     each = ppo.responses_per_prompt
     if not recipe.sandbox:
         rows = read_inputs(recipe, Path(), console).train_prompts
-        chosen = [rows[i] for i in batch_rows(len(rows), ppo.rollouts // each, 0, recipe.seed)]
+        mixture = mixture_of(ppo.data, rows)
+        chosen = [rows[i] for i in batch_rows(len(rows), ppo.rollouts // each, 0, recipe.seed, mixture=mixture)]
         prompts = tuple(len(encoder.prompt_ids(prompt)) for prompt in chosen for _ in range(each))
         return Lengths(prompts, (limit,) * len(prompts), f"responses as long as they may be, {limit} tokens")
     rng = random.Random(recipe.seed)

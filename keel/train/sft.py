@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: the loss is over response tokens only, their end token included."""
+"""Supervised fine-tuning: the loss is over response tokens only, their end tokens included, without their gaps."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +27,7 @@ def token_loss(
     parameters, workers = list(roles.parameters(role).values()), roles.workers(role)
 
     def step(rows: list[int]) -> dict[str, float]:
-        tokens = sum(len(sequences[i].response_ids) for i in rows)
+        tokens = sum(sum(sequences[i].spoken) for i in rows)
 
         def loss_of(part: list[int]) -> tuple[Tensor, float]:
             ids_BS, mask_BS, _ = pad_sequences([sequences[rows[i]] for i in part], pad_id)
@@ -40,6 +41,15 @@ def token_loss(
     return step
 
 
+def conversation_loss(
+    roles: Roles, role: Role, conversations: Sequence[Sequence[TokenSequence]], pad_id: int, micro_tokens: int
+) -> Callable[[list[int]], dict[str, float]]:
+    """`token_loss` over rows that are one sequence or several: a batch holds all of each of its conversations."""
+    starts = [0, *itertools.accumulate(map(len, conversations))]
+    step = token_loss(roles, role, [s for some in conversations for s in some], pad_id, micro_tokens)
+    return lambda rows: step([at for row in rows for at in range(starts[row], starts[row + 1])])
+
+
 def mean_loss(
     roles: Roles, role: Role, sequences: Sequence[TokenSequence], pad_id: int, micro_tokens: int
 ) -> dict[str, float]:
@@ -47,4 +57,4 @@ def mean_loss(
     if not sequences:
         return {}
     logprobs, _ = logprobs_BT(roles, role, sequences, 1.0, pad_id, micro_tokens)
-    return {"heldout_loss": -logprobs.sum().item() / sum(len(s.response_ids) for s in sequences)}
+    return {"heldout_loss": -logprobs.sum().item() / sum(sum(s.spoken) for s in sequences)}

@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from keel import sandbox
-from keel.config import Recipe
+from keel.config import Recipe, SftConfig
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_preferences, read_prompts
-from keel.data.stream import batch_rows
+from keel.data.stream import batch_rows, mixture_of
 from keel.evaluate.judge import judge_report
 from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
@@ -26,13 +26,13 @@ from keel.runs.folder import StageFolder
 from keel.runs.log import read_lines
 from keel.train import world
 from keel.train.context import Run
-from keel.train.inputs import Inputs, split_prompts, split_rows
+from keel.train.inputs import Inputs, split_prompts, split_rows, turns_of
 from keel.train.online import Learner, train_online
 from keel.train.profile import profile_of, profile_sentence
 from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss, rights
-from keel.train.sft import mean_loss, token_loss
+from keel.train.sft import conversation_loss, mean_loss, token_loss
 from keel.train.supervised import Plan, fit
-from keel.types import Demonstration, PreferencePair
+from keel.types import Demonstration, PreferencePair, TokenSequence
 
 WORST, WORST_PAIRS = "worst_pairs.jsonl", 20
 """The held-out pairs whose preferred response the reward model puts furthest below the other."""
@@ -56,8 +56,9 @@ def sft_stage(
     encoder = load_encoder(start, recipe.model)
     train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed, sft.max_rows)
     used = [read.records[i] for i in (*train_rows, *held_rows)]
-    sequences = [encoder.sequence(d.prompt, d.response) for d in used]
-    train, held = sequences[: len(train_rows)], sequences[len(train_rows) :]
+    encoded = [demonstrated(encoder, d, sft) for d in used]
+    train, held = encoded[: len(train_rows)], [s for some in encoded[len(train_rows) :] for s in some]
+    _tell_turns(run, encoder, sft, used, encoded)
     model = load_to_train(start, recipe.model, run.device)
     roles: Roles = (
         SeparateRoles({"policy": model}, {}, ["policy"])
@@ -73,12 +74,12 @@ def sft_stage(
         "policy",
         [d.prompt for d in used[: len(train)]],
         plan,
-        token_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
+        conversation_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
     )
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    lengths = [len(s.response_ids) for s in sequences]
+    lengths = [sum(sum(s.spoken) for s in some) / turns_of(d, sft) for d, some in zip(used, encoded, strict=True)]
     if recipe.sandbox:
         lengths = _good_half(lengths, used, data)
     return {
@@ -91,7 +92,34 @@ def sft_stage(
     }
 
 
-def _good_half(lengths: list[int], demonstrations: list[Demonstration], data: Path) -> list[int]:
+def demonstrated(encoder: Encoder, demonstration: Demonstration, sft: SftConfig) -> list[TokenSequence]:
+    """The sequences of a demonstration, as `sft.loss_on` says which turns are learned."""
+    encode = encoder.turns if sft.loss_on == "every" else lambda *turn: [encoder.sequence(*turn)]
+    return encode(demonstration.prompt, demonstration.response)
+
+
+def _tell_turns(
+    run: Run,
+    encoder: Encoder,
+    sft: SftConfig,
+    used: Sequence[Demonstration],
+    encoded: Sequence[Sequence[TokenSequence]],
+) -> None:
+    """With the loss on every turn: how many there are, and why some conversations are more than one sequence."""
+    if sft.loss_on == "last":
+        return
+    turns, sequences = sum(turns_of(d, sft) for d in used), sum(map(len, encoded))
+    run.console.line(f"{turns} turns of {len(used)} conversations are learned, in {sequences} sequences")
+    if sequences > len(used) and (drift := encoder.drift()):
+        run.console.line(
+            f"the template writes earlier turns otherwise than they were trained ({drift}); the turn after such a one "
+            "begins a sequence of its own, which is right and takes longer. A template that leaves earlier turns as "
+            "they are, and ends each with the end token, makes one sequence of a conversation",
+            "yellow",
+        )
+
+
+def _good_half(lengths: list[float], demonstrations: list[Demonstration], data: Path) -> list[float]:
     """Lengths of the demonstrations whose gold is at or above the median."""
     asked = {p.text: p.columns for p in read_prompts(data / world.PROMPTS).records}
     golds = [
@@ -282,7 +310,8 @@ def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstr
     ppo, ptx = recipe.ppo, recipe.ppo.ptx
     sequences = [encoder.sequence(d.prompt, d.response) for d in rows]
     step = token_loss(roles, "policy", sequences, encoder.pad_id, ppo.micro_tokens, ptx.coefficient)
-    return lambda n: step(batch_rows(len(sequences), ptx.batch, n, recipe.seed))["loss"]
+    mixture = mixture_of(ptx.data, [d.prompt for d in rows])
+    return lambda n: step(batch_rows(len(sequences), ptx.batch, n, recipe.seed, mixture=mixture))["loss"]
 
 
 def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Roles:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keel.config import PreferenceConfig, RewardConfig, SftConfig
-from keel.data.stream import batch_rows, steps_for
+from keel.config import PreferenceConfig, RewardConfig, SftConfig, SourceConfig
+from keel.data.stream import batch_rows, mixture_of, steps_for
 from keel.errors import NumberError
 from keel.models.roles import Role, Roles
 from keel.runs.files import not_finite
@@ -19,7 +19,7 @@ from keel.types import Prompt
 @dataclass(frozen=True)
 class Plan:
     """How long and how fast: optimizer steps, rows a step, peak rate, share of warm-up, gradient bound, saving,
-    the share until which the peak is held, and the metric whose best checkpoint is kept."""
+    the share until which the peak is held, the metric whose best checkpoint is kept, and where the rows are from."""
 
     steps: int
     batch: int
@@ -29,6 +29,7 @@ class Plan:
     checkpoint_every: int
     hold: float = 0.0
     keep_best: str | None = None
+    source: SourceConfig | None = None
 
     @classmethod
     def of(cls, settings: SftConfig | RewardConfig | PreferenceConfig, rows: int) -> "Plan":
@@ -42,6 +43,7 @@ class Plan:
             settings.max_grad_norm,
             settings.checkpoint_every,
             keep_best=settings.keep_best,
+            source=settings.data,
         )
 
 
@@ -70,12 +72,13 @@ def fit(
     optimizer = make_optimizer(parameters.values(), beta2=0.99, eps=1e-8)  # the usual ones of pretraining
     session = Session(run, stage, roles, {"optimizer": optimizer}, plan.checkpoint_every, best=plan.keep_best)
     numbers: dict[str, float] = {}
+    mixture = mixture_of(plan.source, rows)
     with session, run.console.task(title, plan.steps, start=session.step) as task:
         while session.step < plan.steps:
             began = time.monotonic()
             rate = linear_rate(session.step, plan.steps, plan.learning_rate, plan.warmup, plan.hold)
             set_rate(optimizer, rate)
-            some = batch_rows(len(rows), plan.batch, session.step, run.recipe.seed, lengths)
+            some = batch_rows(len(rows), plan.batch, session.step, run.recipe.seed, lengths, mixture)
             values: dict[str, float] = {}
             where = f"{stage.path.name}, step {session.step + 1}"
             try:

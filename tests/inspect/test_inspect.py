@@ -180,6 +180,37 @@ class TestTokens:
             "response": [(7, "yes", "response"), (9, "really", "response"), (2, "</s>", "end")],
         }
 
+    def test_every_turn_with_its_gap(self):
+        """One sequence where the template ends turns with the end token, one a turn where it does not."""
+        said = Demonstration(Prompt((U, {"role": "assistant", "content": "yes"}, U | {"content": "really"})), "no")
+        made = encoder(prompt=99)
+        made.tokenizer.chat_template = (
+            "<s> {% for m in messages %}{% if m.role == 'assistant' %}[bot] {{ m.content }} </s> {% else %}"
+            "[user] {{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+        )
+        made = Encoder(made.tokenizer, "chat", 99, 9, (2,))
+        (part,) = row_tokens(made, said, every_turn=True).values()
+        assert [(token.id, token.use) for token in part] == [
+            *[(1, "template"), (3, "template"), (5, "prompt"), (6, "prompt"), (4, "template")],
+            *[
+                (7, "response"),
+                (2, "end"),
+                (3, "template"),
+                (9, "prompt"),
+                (4, "template"),
+                (8, "response"),
+                (2, "end"),
+            ],
+        ]
+        told = report.report(
+            survey.Survey([], survey.KINDS["demonstrations"](), (), "", []), {"drift": made.drift()}, []
+        )
+        assert made.drift() == report.drift(told) == ""
+        parts = row_tokens(encoder(prompt=99), said, every_turn=True)
+        assert list(parts) == ["sequence 1", "sequence 2"] and report.drift({"encoded": {"drift": encoder().drift()}})
+        assert [token.use for token in parts["sequence 1"]][-2:] == ["response", "end"]
+        assert [token.id for token in parts["sequence 2"]][-2:] == [8, 2]
+
     def test_a_cut_row_is_shown_as_it_is_trained_on(self):
         parts = row_tokens(encoder(4, 2), Demonstration(Prompt((U,)), "yes really"))
         assert [(token.id, token.use) for token in parts["prompt"]] == [
@@ -312,6 +343,17 @@ class TestCommand:
         )
         root = Path(__file__).resolve().parents[2]
         assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+    def test_every_turn_of_a_conversation_and_what_its_template_does(self, tmp_path: Path, tiny_model: Path):
+        said = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+        path = write(tmp_path / "a.jsonl", {"messages": [*said, {"role": "assistant", "content": "d"}]})
+        file = io.StringIO()
+        console = Console(rich.console.Console(file=file, width=200, highlight=False))
+        page_file = str(tmp_path / "a.html")
+        command.inspect([path, "--model", str(tiny_model), "--loss-on", "every", "--html", page_file], console)
+        drifts = "writes earlier turns" in file.getvalue()
+        assert drifts == ("sequence 1" in file.getvalue()) == ("writes earlier turns" in Path(page_file).read_text())
+        assert "sequence" in file.getvalue() and "«b»" in file.getvalue() and "«d»" in file.getvalue()
 
     def test_with_a_model(self, tmp_path: Path, tiny_model: Path):
         path = write(tmp_path / "a.jsonl", pair("Where is it?", "Here.", "There."))

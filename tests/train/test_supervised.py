@@ -6,11 +6,12 @@ from torch.nn.functional import logsigmoid
 
 from keel.data.encode import pad_sequences
 from keel.errors import NumberError
-from keel.models.roles import scores_B
+from keel.models.roles import logprobs_BT, scores_B
 from keel.train.inputs import split_rows
 from keel.train.optim import guarded_step, linear_rate, make_optimizer, set_rate
 from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss
-from keel.train.sft import mean_loss, token_loss
+from keel.train.sft import conversation_loss, mean_loss, token_loss
+from keel.types import TokenSequence
 from tests.tiny import backbone, comparisons, sequences
 
 
@@ -52,6 +53,34 @@ def test_sft_loss_is_over_response_tokens_only_end_token_included(kind, tiny_mod
     assert got["loss"] == pytest.approx(want.item(), abs=1e-5)
     assert got["tokens"] == sum(len(r.response_ids) for r in rows)
     assert mean_loss(roles, "policy", rows, 0, 50)["heldout_loss"] == pytest.approx(want.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_sft_loss_leaves_out_gaps(kind, tiny_model):
+    """Rows with one, two and no gaps, of which two share their first prompt, against the labels that they stand for."""
+    first, second, third = sequences(3)
+    rows = [
+        TokenSequence(first.prompt_ids, (7, 8, 9, 10, 11, 12, 13), (True, True, False, False, True, False, True)),
+        TokenSequence(first.prompt_ids, (7, 8, 9, 9, 9), (True, True, False, True, True)),
+        second,
+    ]
+    roles = backbone(kind, tiny_model, ("policy",), ("policy",))
+    ids, _, _ = pad_sequences(rows, 0)
+    labels = torch.full_like(ids, -100)
+    for row, sequence in enumerate(rows):
+        for at, (token, on) in enumerate(zip(sequence.response_ids, sequence.spoken, strict=True)):
+            labels[row, len(sequence.prompt_ids) + at] = token if on else -100
+    with torch.no_grad():
+        logits = roles.model("policy")(input_ids=ids).logits[:, :-1]
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    got = token_loss(roles, "policy", rows, 0, 50)([0, 1, 2])
+    assert got["loss"] == pytest.approx(want.item(), abs=1e-5)
+    assert got["tokens"] == 4 + 4 + len(second.response_ids)
+    assert mean_loss(roles, "policy", rows, 0, 50)["heldout_loss"] == pytest.approx(want.item(), abs=1e-5)
+    logprobs, _ = logprobs_BT(roles, "policy", rows, 1.0, 0, 50)
+    assert (logprobs[0, :7] != 0).tolist() == list(rows[0].spoken)
+    split = conversation_loss(roles, "policy", [[third], [rows[0], rows[1]], [second]], 0, 50)([1, 2])
+    assert split["loss"] == pytest.approx(got["loss"], abs=1e-6)
 
 
 def test_a_response_in_several_pairs_is_held_once():
