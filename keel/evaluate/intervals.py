@@ -56,7 +56,8 @@ def clustered_share(hits: Sequence[float], counts: Sequence[int]) -> tuple[float
 
         share = sum h / sum n,   sd^2 = G / (G - 1) * sum (h - share * n)^2 / (sum n)^2      over G groups
 
-    The ratio estimator of cluster sampling [Cochran 1977, section 9.9], with Student's t of G - 1, cut to 0 and 1. Trials of one
+    The ratio estimator of cluster sampling [Cochran 1977, section 9.9], with Student's t of G - 1,
+    cut to 0 and 1. Trials of one
     group are alike, so that as many independent ones would say more. One trial a group: `wilson`.
 
     hits, counts: of each group, a tie is half a hit.
