@@ -7,7 +7,7 @@ VENV := .venv/bin/python
 # --no-compile: compiling is the long part in which an interrupted pip leaves a package that looks installed but is not.
 # The import after it shows that the install works and compiles what is used, once, even where byte code is switched off.
 PIP := $(VENV) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
-WARM := PYTHONDONTWRITEBYTECODE= $(VENV) -c 'import datasets, peft, torch, tyro, transformers.models.llama.modeling_llama'
+WARM := PYTHONDONTWRITEBYTECODE= $(VENV) -c 'import datasets, peft, torch, transformers.models.llama.modeling_llama'
 NEEDS := .venv/.created pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help

@@ -16,26 +16,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
 
-from keel.config import Recipe
+from keel.config import NonNegative, Recipe, Section
 from keel.errors import ConfigError, KeelError, StopAtOnce
 from keel.runs.console import Console
+from keel.usage import HELP, STAGES, help_of
 
-HELP = """\
-Keel post-trains language models from human preferences: SFT, reward model, PPO; or DPO and its relatives.
 
-  keel run RECIPE.yaml        all stages of a recipe; done ones are skipped, a broken-off one goes on
-  keel resume RUN             goes on with a run that broke off, as the same command would
-  keel sft|reward|preference|ppo|eval RECIPE.yaml   one stage, on what the ones before it left
-  keel show RECIPE.yaml       the resolved settings and the schedule; runs nothing
-  keel plan RECIPE.yaml       peak memory and time per update before it runs, and what to change where it does not fit
-  keel inspect FILE           what is in a data file; with --model, its rows as the trainer sees them
-  keel chat RUN               talk to a run: before and after training side by side
-  keel classic CartPole-v1    the same PPO on a gymnasium task; --algorithm trpo|reinforce beside it
+class ChatFlags(Section):
+    """What `keel chat` takes beside the run."""
 
-Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
-All settings with their meaning: keel run RECIPE.yaml --help
---overwrite replaces a stage that was made with other settings (refused without it).
-"""
+    temperature: NonNegative | None = None
+    """Of sampling; 0 takes the likeliest token. Null: as in training."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,9 +58,6 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         console.line(HELP)
         return 0
     command, rest = arguments[0], arguments[1:]
-    if rest and rest[0] in ("-h", "--help") and command not in ("chat", "inspect"):
-        console.line(HELP)
-        return 0
     if command == "--version":
         from importlib.metadata import version
 
@@ -83,18 +71,46 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "inspect": _inspect,
         "chat": _chat,
         "classic": _classic,
-        **{
-            stage: (lambda rest, console, stage=stage: _run(rest, console, stage))
-            for stage in ("sft", "reward", "preference", "ppo", "eval")
-        },
+        **{stage: (lambda rest, console, stage=stage: _run(rest, console, stage)) for stage in STAGES},
     }
     if command not in commands:
         near = difflib.get_close_matches(command, commands, n=1)
         raise ConfigError(
             f"there is no command {command!r}", remedy=f"did you mean {near[0]}?" if near else "see keel --help"
         )
-    commands[command](rest, console)
+    if asked := {"-h", "--help"} & set(rest):
+        _help(command, [argument for argument in rest if argument not in asked], console)
+    else:
+        commands[command](rest, console)
     return 0
+
+
+def _help(command: str, rest: list[str], console: Console) -> None:
+    """A command's own help; with a recipe, all of its settings as flags."""
+    from keel import settings
+
+    if rest and command in ("run", "show", "plan", *STAGES):
+        console.line(f"The settings of {rest[0]} as flags of keel {command}:")
+        lines = settings.help_lines(Recipe, _recipe(command, _without_overwrite(rest)).model_dump())
+    else:
+        console.line(help_of(command))
+        lines = iter(())
+        if command == "classic":
+            from keel.classic.config import ClassicConfig
+
+            lines = settings.help_lines(ClassicConfig, {"env": rest[0] if rest else "ENVIRONMENT"})
+        elif command == "inspect":
+            from keel.inspect.command import Flags
+
+            lines = settings.help_lines(Flags, {})
+        elif command == "chat":
+            lines = settings.help_lines(ChatFlags, {})
+    for line in lines:
+        console.line(line)
+
+
+def _without_overwrite(arguments: list[str]) -> list[str]:
+    return [argument for argument in arguments if argument != "--overwrite"]
 
 
 def _recipe(command: str, arguments: list[str]) -> Recipe:
@@ -109,7 +125,7 @@ def _run(arguments: list[str], console: Console, stage: str | None) -> None:
     name = stage or "run"
     command = shlex.join(["keel", name, *arguments])
     overwrite = "--overwrite" in arguments
-    recipe = _recipe(name, [a for a in arguments if a != "--overwrite"])
+    recipe = _recipe(name, _without_overwrite(arguments))
     if stage and getattr(recipe, stage) is None:
         raise ConfigError(f"this recipe has no stage {stage}", where=arguments[0], remedy=f"add `{stage}:` to it")
     _start(recipe, console, command, stage, overwrite)
@@ -142,7 +158,7 @@ def _resume(arguments: list[str], console: Console) -> None:
             remedy=f"if you trust it: {shlex.join(['keel', 'resume', *arguments, '--ppo.reward', recipe.ppo.reward])}",
         )
     command = shlex.join(["keel", "resume", *arguments])
-    _start(recipes.with_flags(recipe, flags, f"keel resume {arguments[0]}"), console, command)
+    _start(recipes.with_flags(recipe, flags, str(folder.path / "manifest.json")), console, command)
 
 
 def _show(arguments: list[str], console: Console) -> None:
@@ -176,26 +192,15 @@ def _print_schedule(recipe: Recipe, console: Console) -> None:
 
 
 def _chat(arguments: list[str], console: Console) -> None:
-    from typing import Annotated
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("keel chat needs a run folder", remedy="keel chat runs/quickstart")
+    from keel import settings
 
-    import tyro
-
-    def flags(run: Annotated[str, tyro.conf.Positional], temperature: float | None = None) -> tuple[str, float | None]:
-        """Talk to a run: before and after training side by side.
-
-        Args:
-            run: the run folder, such as runs/quickstart.
-            temperature: of sampling; 0 takes the likeliest token. None: as in training.
-        """
-        return run, temperature
-
-    chosen = tyro.cli(flags, args=arguments, prog="keel chat")
-    if chosen[1] is not None and not 0 <= chosen[1] < float("inf"):
-        raise ConfigError(f"the temperature is {chosen[1]}", where="--temperature", remedy="give 0 or more")
+    flags = settings.change(ChatFlags, {}, arguments[1:], f"keel chat {arguments[0]}")
     console.line("loading torch and the two models ...", "dim")
     from keel.evaluate.chat import open_chat
 
-    chat = open_chat(*chosen)
+    chat = open_chat(arguments[0], flags.temperature)
     console.line("one message a line; an empty line or Ctrl-D ends" + ". For example:" * bool(chat.examples), "dim")
     for example in chat.examples:
         console.line(f"  {example}", "dim")
@@ -215,16 +220,15 @@ def _chat(arguments: list[str], console: Console) -> None:
 def _classic(arguments: list[str], console: Console) -> None:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("keel classic needs a gymnasium environment", remedy="keel classic CartPole-v1")
-    import tyro
-
+    from keel import settings
     from keel.classic.config import ClassicConfig
 
-    env, flags = arguments[0], [a for a in arguments[1:] if a != "--overwrite"]
-    config = tyro.cli(ClassicConfig, default=ClassicConfig(env=env), args=flags, prog=f"keel classic {env}")
+    env, *flags = _without_overwrite(arguments)
+    config = settings.change(ClassicConfig, {"env": env}, flags, f"keel classic {env}")
     console.line("loading torch ...", "dim")
     from keel.classic.train import train_classic
 
-    command = shlex.join(["keel", "classic", *(a for a in arguments if a != "--overwrite")])
+    command = shlex.join(["keel", "classic", *_without_overwrite(arguments)])
     result = train_classic(config, console, command, "--overwrite" in arguments)
     last = result.get("episode_return")
     episodes = min(result["episodes"], 100)

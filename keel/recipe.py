@@ -4,44 +4,30 @@ No torch here: a recipe is shown or refused at once.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import tyro
 import yaml
-from pydantic import BaseModel, ValidationError
 
+from keel import settings
 from keel.config import PreferenceConfig, Recipe, RewardConfig
 from keel.errors import ConfigError
 
-_CUT = "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution"
-_BENT = "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative"
-REFUSED = {
-    "top_p": _CUT,
-    "top_k": _CUT,
-    "min_new_tokens": _BENT,
-    "repetition_penalty": _BENT,
-    "dropout": "dropout is off in every role, so that the ratio is exactly 1 before the first step",
-}
-"""Keys that people bring from elsewhere and that Keel does not have, with the reason."""
 
-
-def load(path: str | Path, flags: list[str] | None = None) -> Recipe:
+def load(path: str | Path, flags: Sequence[str] = ()) -> Recipe:
     """Reads a recipe, applies flags such as `--ppo.policy.clip 0.1`, and fills in what follows from other fields.
 
     Raises:
-        ConfigError: the file is missing, no YAML, or has an unknown key (the nearest is named), a wrong value or a
-            setting that would do nothing. Flags that are wrong end the process with exit code 2, as tyro does.
+        ConfigError: the file is missing, no YAML, or it or a flag names an unknown setting (the nearest is named), a
+            wrong value or a setting that would do nothing.
     """
-    return with_flags(parse(_read_yaml(Path(path)), where=str(path)), flags, f"keel run {path}")
+    return with_flags(parse(_read_yaml(Path(path)), where=str(path)), flags, str(path))
 
 
-def with_flags(recipe: Recipe, flags: list[str] | None, prog: str) -> Recipe:
-    """The recipe with flags applied, resolved. prog: the command, for its help."""
-    if flags:
-        recipe = tyro.cli(tyro.conf.AvoidSubcommands[Recipe], default=recipe, args=flags, prog=prog)
-    return recipe.resolved()
+def with_flags(recipe: Recipe, flags: Sequence[str], where: str) -> Recipe:
+    """The recipe with flags applied, resolved. Raises ConfigError. where: what is changed, for errors."""
+    return settings.change(Recipe, recipe.model_dump(), flags, where).resolved()
 
 
 def recorded(manifest: Mapping[str, Any], folder: Path) -> Recipe:
@@ -62,11 +48,12 @@ def recorded(manifest: Mapping[str, Any], folder: Path) -> Recipe:
 def parse(tree: Any, where: str = "") -> Recipe:
     """Checks a tree of plain values. Raises ConfigError with every fault found, each with its key."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"a recipe is a mapping of settings, this is {type(tree).__name__}", where=where)
-    try:
-        return Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error, where) from None
+        raise ConfigError(
+            f"a recipe is a mapping of settings, this is {'nothing' if tree is None else type(tree).__name__}",
+            where=where,
+            remedy="give a file of lines such as `name: mine`; recipes/ has examples",
+        )
+    return settings.check(Recipe, tree, where)
 
 
 def _read_yaml(path: Path) -> Any:
@@ -79,11 +66,21 @@ def _read_yaml(path: Path) -> Any:
         hint = f"did you mean {near[0]}?" if near else shown
         raise ConfigError("there is no such recipe", where=str(path), remedy=hint) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the recipe cannot be read: {error}", where=str(path)) from None
+        folder = "this is a folder; give a .yaml file in it"
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8 ({error})"
+        raise ConfigError(
+            f"the recipe cannot be read: {reason or error}",
+            where=str(path),
+            remedy=folder if path.is_dir() else "give the path of a .yaml file",
+        ) from None
     try:
         return yaml.load(text, _Loader)  # a safe loader
     except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"the recipe is no YAML: {' '.join(str(error).split())}", where=str(path)) from None
+        raise ConfigError(
+            f"the recipe is no YAML: {' '.join(str(error).split())}",
+            where=str(path),
+            remedy="mend that line; recipes/ has examples",
+        ) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,47 +93,6 @@ class _Loader(yaml.SafeLoader):
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def _explain(error: ValidationError, where: str) -> ConfigError:
-    lines, remedies = [], []
-    for fault in error.errors(include_url=False):
-        keys = [str(key) for key in fault["loc"]]
-        place = ".".join(keys) or "recipe"
-        if fault["type"] == "extra_forbidden":
-            lines.append(f"{place}: there is no such setting")
-            remedies.append(_remedy(keys))
-        elif fault["type"] == "missing":
-            lines.append(f"{place}: this setting is needed")
-            remedies.append(f"add {place}")
-        else:
-            lines.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
-    return ConfigError("\n".join(lines), where=where, remedy="; ".join(r for r in remedies if r))
-
-
-def _remedy(keys: list[str]) -> str:
-    key = keys[-1]
-    if key in REFUSED:
-        return f"remove {key}: {REFUSED[key]}"
-    known = fields_at(keys[:-1])
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"settings there: {', '.join(known)}"
-
-
-def fields_at(keys: list[str]) -> list[str]:
-    """Names of the settings below a path of keys, such as ["ppo", "policy"]."""
-    section: type[BaseModel] | None = Recipe
-    for key in keys:
-        field = section.model_fields.get(key) if section else None
-        section = _section_of(field.annotation) if field else None
-    return list(section.model_fields) if section else []
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
 
 
 def to_yaml(recipe: Recipe) -> str:

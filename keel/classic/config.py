@@ -27,7 +27,7 @@ class ClassicConfig(Section):
     """ppo: several epochs of clipped steps. trpo: one natural-gradient step inside a KL bound. reinforce: one step of
     the plain policy gradient over whole episodes."""
     steps: Positive = 500_000
-    """Steps of all environments together; a rollout that would go beyond is not begun."""
+    """At least so many, of all environments together: the rollout in which they are reached is the last one."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: same machine, same seed, same bytes."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

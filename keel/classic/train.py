@@ -114,11 +114,9 @@ class Learner:
     def run(self, stage: StageFolder, console: Console, interrupt: Interrupt, command: str) -> dict[str, Any]:
         """Updates until the steps are used up; one line of metrics each, the weights at the end."""
         config, began, worked = self.config, time.monotonic(), time.process_time()
-        assert config.environments and config.rollout
-        size = config.environments * config.rollout
         try:
             with JsonLines(stage.metrics) as log, console.task(config.run_name, config.steps) as task:
-                while self.steps + size <= config.steps and not interrupt.requested:
+                while self.steps < config.steps and not interrupt.requested:
                     metrics = self.update()
                     registry.check(set(metrics))
                     log.append({"step": self.updates, **metrics})
@@ -127,7 +125,7 @@ class Learner:
             raise self._stopped(stage, command, error.number) from None
         finally:
             self.environments.close()
-        if self.steps + size <= config.steps:
+        if self.steps < config.steps:
             raise self._stopped(stage, command, interrupt.number)
         self._save(stage)
         seconds = time.monotonic() - began

@@ -109,7 +109,9 @@ class KlConfig(Section):
     @model_validator(mode="after")
     def _useful(self) -> Self:
         if self.controller == "fixed" and (self.target is not None or self.horizon is not None):
-            raise ValueError("target and horizon do nothing with controller fixed; remove them or use adaptive")
+            raise ValueError(
+                "target and horizon do nothing with controller fixed; set both to null, or controller to adaptive"
+            )
         if self.coefficient == 0:
             refuse(self, {"place": True, "estimator": True}, "a coefficient of 0 is no penalty")
         if self.controller == "adaptive" and self.coefficient == 0:

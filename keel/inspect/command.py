@@ -1,12 +1,16 @@
 """The command `keel inspect`: its flags, and what follows from them. Torch is loaded only with --model."""
 
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
+from keel import settings
+from keel.config import Positive
 from keel.errors import ConfigError
 from keel.inspect import page, report, survey
 from keel.runs.console import Console
@@ -15,12 +19,10 @@ LARGE = 20_000_000
 """Bytes from which a bar shows how far the reading has come."""
 
 
-@dataclass
+@dataclass(config=ConfigDict(use_attribute_docstrings=True, extra="forbid"))
 class Flags:
-    """Shows what is in a file, and its rows as the trainer sees them."""
+    """What `keel inspect` takes beside its files."""
 
-    files: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Files, folders or Hub ids, read as `path` of a recipe."""
     model: str | None = None
     """A model folder or Hub id: lengths in tokens, what is cut, and rows token by token."""
     kind: Literal["demonstrations", "preferences", "thumbs", "prompts"] | None = None
@@ -29,7 +31,7 @@ class Flags:
     """Other people's column names: Keel's name, then the file's name, such as --columns prompt query."""
     held_out: tuple[str, ...] = ()
     """Files whose prompts should not be among these."""
-    rows: int = 2
+    rows: Annotated[int, Field(ge=0)] = 2
     """Rows to show."""
     ids: bool = False
     """Show each token with its id (with --model)."""
@@ -37,9 +39,9 @@ class Flags:
     """As model.template of a recipe (with --model)."""
     loss_on: Literal["last", "every"] = "last"
     """As sft.loss_on of a recipe (with --model)."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Positive = 512
     """As model.max_prompt_tokens of a recipe (with --model)."""
-    max_response_tokens: int = 128
+    max_response_tokens: Positive = 128
     """As model.max_response_tokens of a recipe (with --model)."""
     json: bool = False
     """Print the report as JSON instead."""
@@ -49,10 +51,11 @@ class Flags:
 
 def inspect(arguments: list[str], console: Console) -> None:
     """Runs the command. Raises KeelError where a file, a flag or the model cannot be used."""
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+    files = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    if not files:
         raise ConfigError("keel inspect needs a file", remedy="keel inspect data.jsonl --model MODEL")
-    flags = tyro.cli(Flags, args=arguments, prog="keel inspect")
-    _check(flags)
+    flags = settings.change(Flags, {}, arguments[len(files) :], "keel inspect")
+    _check(flags, files)
     measure, limits, encoder = survey.words, {}, None
     if flags.model is not None:
         if not flags.json:
@@ -61,7 +64,7 @@ def inspect(arguments: list[str], console: Console) -> None:
         from keel.inspect.tokens import Lengths
 
         measure = Lengths(encoder)
-    taken = _take(flags, console, measure, "token" if encoder else "word")
+    taken = _take(flags, files, console, measure, "token" if encoder else "word")
     tokens: list[Any] = []
     if encoder:
         from keel.inspect.tokens import row_tokens
@@ -78,7 +81,7 @@ def inspect(arguments: list[str], console: Console) -> None:
             console.line(f"written to {flags.html}", "green")
 
 
-def _check(flags: Flags) -> None:
+def _check(flags: Flags, files: list[str]) -> None:
     without = {
         "ids": False,
         "template": "chat",
@@ -92,11 +95,9 @@ def _check(flags: Flags) -> None:
             raise ConfigError(
                 "it does nothing without --model", where=flag, remedy="give --model MODEL, or leave it out"
             )
-    if flags.rows < 0:
-        raise ConfigError(f"rows is {flags.rows}", where="--rows", remedy="give 0 or more")
     if flags.ids and flags.json:
         raise ConfigError("--json has the ids in any case", where="--ids", remedy="leave it out")
-    for file in flags.files:
+    for file in files:
         if file.endswith((".yaml", ".yml")):
             raise ConfigError("this is a recipe, no data", where=file, remedy="give the files that it names as `path`")
 
@@ -106,9 +107,6 @@ def _encoder(flags: Flags, model: str) -> tuple[Any, dict[str, Any]]:
         remedy = "give the folder that a run of it has made, runs/NAME/base/model"
         raise ConfigError(f"{model} is made by a run and no folder", where="--model", remedy=remedy)
     limits = {name: getattr(flags, name) for name in ("max_prompt_tokens", "max_response_tokens")}
-    for name, value in limits.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}", where="--" + name.replace("_", "-"), remedy="give at least 1")
     from keel.config import ModelConfig
     from keel.models.loading import load_encoder
 
@@ -117,10 +115,10 @@ def _encoder(flags: Flags, model: str) -> tuple[Any, dict[str, Any]]:
     return encoder, told | {"drift": encoder.drift()}
 
 
-def _take(flags: Flags, console: Console, measure: survey.Measure, unit: str) -> survey.Survey:
+def _take(flags: Flags, files: list[str], console: Console, measure: survey.Measure, unit: str) -> survey.Survey:
     def take(progress: Any) -> survey.Survey:
         return survey.take(
-            list(flags.files),
+            files,
             kind=flags.kind,
             columns=flags.columns,
             held_out=list(flags.held_out) or None,
@@ -130,7 +128,7 @@ def _take(flags: Flags, console: Console, measure: survey.Measure, unit: str) ->
             progress=progress,
         )
 
-    size = sum(Path(file).stat().st_size for file in flags.files if Path(file).is_file())
+    size = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
     if size < LARGE or flags.json:
         return take(lambda done: None)
     with console.task("reading", total=size // 1_000_000, unit="MB") as task:

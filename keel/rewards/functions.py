@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,10 @@ from torch import Tensor
 from keel.errors import KeelError, RewardError, is_stop
 from keel.rewards.base import score_rows
 from keel.rewards.limits import TookTooLong, time_limit
-from keel.types import Rollouts
+from keel.types import Prompt, Rollouts
+
+GIVEN = ("prompt", "response", "finish_reason", "messages")
+"""What every function may name beside the row's columns."""
 
 
 class FunctionReward:
@@ -44,7 +47,27 @@ class FunctionReward:
                 remedy="wrap it: def score(response): return ...",
             ) from None
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.takes = {p.name for p in parameters}
+        self.takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self.needs = {p.name for p in parameters if p.default is p.empty and p.name in self.takes}
+        if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters) or not (
+            self.takes or self.takes_all
+        ):
+            raise RewardError(
+                "the reward function takes no argument by name, and is called by name alone",
+                where=name,
+                remedy=f"name what it reads: def score(response): return ...; there are {', '.join(GIVEN)} and columns",
+            )
+
+    def check_columns(self, prompts: Sequence[Prompt]) -> None:
+        """Raises RewardError where the function needs an argument that is neither always given nor a column of every
+        prompt."""
+        for prompt in prompts:
+            if missing := sorted(self.needs - {*GIVEN, *prompt.columns}):
+                raise RewardError(
+                    f"the reward function needs {', '.join(missing)}, which the row does not have",
+                    where=f"{self.name}, prompt {prompt.source}",
+                    remedy=f"name some of {', '.join((*GIVEN, *sorted(prompt.columns)))}, or give it a default",
+                )
 
     @classmethod
     def named(cls, name: str, timeout: float | None = None, max_failed: float = 0.0) -> "FunctionReward":

@@ -25,10 +25,12 @@ from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.console import Console
 from keel.runs.resources import peak_rss_bytes, restart_peak
+from keel.train.experience import make_experience
 from keel.train.forecast import Lengths, micro_tokens, ppo_roles
-from keel.train.online import Learner, accumulate, first_state, make_experience
+from keel.train.learner import Learner, first_state
 from keel.train.optim import guarded_step, make_optimizer
 from keel.train.profile import Clock, product_rate
+from keel.train.update import accumulate
 from keel.types import Experience, Prompt, Rollouts
 
 FEW_TOKENS = 4

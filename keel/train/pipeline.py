@@ -14,7 +14,7 @@ from keel import metrics as registry
 from keel.config import Recipe, is_remote
 from keel.errors import RunError
 from keel.models.loading import check_place, file_hash, pick_device, quiet_transformers, smollm2_source, unpack_smollm2
-from keel.rewards.functions import source_hash
+from keel.rewards.functions import FunctionReward, source_hash
 from keel.rewards.named import reward_named
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder, StageFolder
@@ -78,11 +78,13 @@ class Pipeline:
         recipe = self.recipe
         if recipe.model.path not in ("sandbox", "smollm2"):
             check_place(recipe.model.path)
-        if recipe.ppo and recipe.ppo.reward != "model":
-            reward_named(recipe.ppo)  # a mistake in it should show before an hour of SFT
+        # A mistake in it should show before an hour of SFT.
+        source = reward_named(recipe.ppo) if recipe.ppo and recipe.ppo.reward != "model" else None
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
         rows = read_inputs(recipe, data, self.run.console)
+        if isinstance(source, FunctionReward):
+            source.check_columns([*rows.train_prompts, *rows.heldout_prompts])
         self.counts = rows.counts()
         start = base = base or self._base()
         if rows.demonstrations:

@@ -27,7 +27,8 @@ from keel.runs.log import read_lines
 from keel.train import world
 from keel.train.context import Run
 from keel.train.inputs import Inputs, split_prompts, split_rows, turns_of
-from keel.train.online import Learner, train_online
+from keel.train.learner import Learner
+from keel.train.online import train_online
 from keel.train.profile import profile_of, profile_sentence
 from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss, rights
 from keel.train.sft import conversation_loss, mean_loss, token_loss

@@ -208,6 +208,13 @@ def test_no_baseline_trains_no_critic(place: Path):
     assert "value_loss" not in made.update()
 
 
+def test_it_makes_at_least_the_steps_that_are_asked_for(place: Path):
+    """Rollouts of 256: 1000 steps take four of them, 1024 as many."""
+    short: dict[str, Any] = SHORT | {"steps": 1000}
+    assert train(**short, name="a")["steps"] == 1024
+    assert train(**SHORT, name="b")["steps"] == 1024
+
+
 def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]):
     flags = ["classic", "CartPole-v1", "--steps", "1024", "--seed", "1", "--trunk", "shared", "--hidden", "16", "16"]
     with pytest.raises(SystemExit) as ended:

@@ -222,4 +222,4 @@ def test_help_and_refusals_come_before_torch(arguments):
     assert done.returncode == (0 if arguments[0] in ("--help", "show") else 2)
     assert done.stderr.strip().endswith("False") and "Traceback" not in done.stderr
     if "--ppo.policy.clp" in arguments:
-        assert "--ppo.policy.clip" in done.stdout + done.stderr
+        assert "did you mean --ppo.policy.clip?" in done.stderr

@@ -21,6 +21,9 @@ def huge(response): return 10 ** 400
 class Dumb(Exception):
     def __str__(self): raise ValueError("no text")
 def dumb(response): raise Dumb
+def foreign(foo): return 1.0
+def stars(*a): return 1.0
+def anything(**kw): return float(len(kw["response"]))
 def rewrites(response, messages):
     messages[0]["content"] = "CHANGED"
     return 0.0
@@ -81,6 +84,11 @@ def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512
         ({"reward": "fn.py:leaves"}, ["raised SystemExit", "fn.py:leaves", "rows.jsonl:"]),
         ({"reward": "fn.py:huge"}, ["not a finite number", "fn.py:huge"]),
         ({"reward": "fn.py:dumb"}, ["raised Dumb", "fn.py:dumb"]),
+        (
+            {"reward": "fn.py:foreign"},
+            ["needs foo", "fn.py:foreign, prompt rows.jsonl:", "prompt, response, finish_reason"],
+        ),
+        ({"reward": "fn.py:stars"}, ["takes no argument by name", "fn.py:stars", "prompt, response, finish_reason"]),
         ({"reward": "builtins:max"}, ["does not say which arguments it takes", "builtins:max", "wrap it"]),
         ({"model": "nan-model"}, ["not finite", "nan-model", "weights"]),
         ({"model": "cut-model"}, ["the model cannot be loaded", "cut-model", "remedy"]),
@@ -90,7 +98,10 @@ def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512
         ({"model": "x" * 5000}, ["remedy"]),
         ({"data": "x" * 5000}, ["cannot be read", "remedy"]),
         ({"reward": "fn.py:nan"}, ["nan, which is not a finite number", "fn.py:nan", "rows.jsonl:"]),
-        ({"reward": "fn.py:gone"}, ["no function 'gone'", "dumb, good, huge, leaves, nan, none, raises, rewrites"]),
+        (
+            {"reward": "fn.py:gone"},
+            ["no function 'gone'", "anything, dumb, foreign, good, huge, leaves, nan, none, raises, rewrites, stars"],
+        ),
         ({"reward": "gone.py:f"}, ["cannot be imported", "gone.py:f", "remedy"]),
     ],
 )
@@ -116,6 +127,10 @@ def test_a_run_folder_of_another_recipe_is_left_alone(place, capsys):
 def test_a_reward_function_cannot_change_the_prompts(place):
     assert run(reward="fn.py:rewrites") == 0
     assert "CHANGED" not in Path("runs/x/ppo/samples.jsonl").read_text()
+
+
+def test_a_function_of_keywords_is_given_all(place):
+    assert run(reward="fn.py:anything") == 0
 
 
 def test_weights_that_overflow_are_not_saved(place, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from keel.evaluate.compare import compare_scores, kl_per_response, mean_of, win_rate
 from keel.evaluate.curves import draw_curves
-from keel.evaluate.intervals import clustered_share, mean_interval, wilson
+from keel.evaluate.intervals import clustered_share, mean_interval, t_quantile, wilson
 
 
 def test_wilson_by_hand():
@@ -24,8 +24,8 @@ def test_clustered_share_by_hand():
     assert share == 5 / 8
     sd = math.sqrt(3 / 2 * (1.5**2 + 0.25**2 + 1.25**2)) / 8
     assert (low, high) == (
-        pytest.approx(max(0, share - 1.959964 * sd), abs=1e-6),
-        pytest.approx(min(1, share + 1.959964 * sd), abs=1e-6),
+        pytest.approx(max(0, share - 4.302653 * sd), abs=1e-6),
+        pytest.approx(min(1, share + 4.302653 * sd), abs=1e-6),
     )
     assert clustered_share([1, 0, 1], [1, 1, 1]) == (2 / 3, wilson(2 / 3, 3))
     same, interval = clustered_share([1, 1, 1, 1], [2, 2, 2, 2])  # no group differs from another
@@ -35,8 +35,18 @@ def test_clustered_share_by_hand():
 def test_mean_interval_by_hand():
     low, high = mean_interval([1.0, 2.0, 3.0])
     assert (low + high) / 2 == pytest.approx(2.0)
-    assert high - 2.0 == pytest.approx(1.959964 / math.sqrt(3), abs=1e-6)
+    assert high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), abs=1e-6)
+    low, high = mean_interval([1.0, 3.0])  # sd sqrt(2), so half of it is the quantile itself
+    assert (low, high) == (pytest.approx(2 - 12.706205, abs=1e-5), pytest.approx(2 + 12.706205, abs=1e-5))
     assert mean_interval([4.0]) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (9, 2.262157), (199, 1.971957)],
+)
+def test_the_quantile_is_that_of_the_tables(freedom, quantile):
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=2e-6)
 
 
 def test_a_tie_is_half_a_win():
@@ -52,7 +62,7 @@ def test_scores_of_one_side():
     assert mean_of("before", torch.tensor([1.0, 3.0])) == {
         "before": 2.0,
         "before_sd": 1.0,
-        "before_interval": (pytest.approx(0.04, abs=1e-3), pytest.approx(3.96, abs=1e-3)),
+        "before_interval": (pytest.approx(2 - 12.706, abs=1e-3), pytest.approx(2 + 12.706, abs=1e-3)),
     }
 
 

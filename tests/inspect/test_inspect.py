@@ -320,10 +320,13 @@ class TestCommand:
             ([], "needs a file"),
             (["a.jsonl", "--ids"], "nothing without --model"),
             (["a.jsonl", "--max-prompt-tokens", "9"], "nothing without --model"),
-            (["a.jsonl", "--rows", "-1"], "rows is -1"),
+            (["a.jsonl", "--rows", "-1"], "--rows: it should be greater than or equal to 0, not -1"),
             (["recipe.yaml"], "this is a recipe"),
             (["a.jsonl", "--model", "smollm2"], "made by a run"),
-            (["a.jsonl", "--model", "M", "--max-prompt-tokens", "0"], "max_prompt_tokens is 0"),
+            (
+                ["a.jsonl", "--model", "M", "--max-prompt-tokens", "0"],
+                "--max-prompt-tokens: it should be greater than or equal to 1, not 0",
+            ),
             (["a.jsonl", "--html", "/nowhere/at/all"], "the page cannot be written"),
         ],
     )

@@ -12,6 +12,7 @@ KEEL = Path(__file__).parents[2] / "keel"
 ORDER = (
     "errors",
     "config",
+    "settings",
     "recipe",
     "metrics",
     "types",
@@ -29,6 +30,7 @@ ORDER = (
     "train",
     "classic",
     "web",
+    "usage",
     "cli",
     "__main__",
 )
@@ -37,7 +39,17 @@ ALONE = {"algo", "types", "config", "errors", "metrics", "__init__"}
 NO_TORCH = {"config", "errors", "metrics", "diagnose", "web", "__init__"}
 """Parts that never import torch, not even within a function."""
 TORCH_BRINGERS = {"torch", "transformers", "peft", "datasets", "safetensors", "accelerate"}
-LOADS_NO_TORCH = ("errors", "config", "recipe", "metrics", "classic.config", "data.formats", "inspect.command", "cli")
+LOADS_NO_TORCH = (
+    "errors",
+    "config",
+    "settings",
+    "recipe",
+    "metrics",
+    "classic.config",
+    "data.formats",
+    "inspect.command",
+    "cli",
+)
 """Modules whose import loads no torch, so that help and refusals answer at once."""
 
 

@@ -13,9 +13,11 @@ from keel.models.roles import exact_kl_BT, logprobs_BT, values_BT
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.log import read_lines
-from keel.train.online import accumulate, first_state, kept_rows, make_experience, update
+from keel.train.experience import kept_rows, make_experience
+from keel.train.learner import first_state
 from keel.train.optim import make_optimizer
 from keel.train.sft import token_loss
+from keel.train.update import accumulate, update
 from tests.tiny import backbone, encoder_of, prompts
 from tests.train.test_online import BACKBONES, experience_of, learner_of, recipe_of, rolled_out, run_ppo
 

@@ -16,9 +16,10 @@ from keel.runs.console import Console
 from keel.runs.folder import RunFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import read_lines
-from keel.train import online
+from keel.train import experience, online
 from keel.train.context import Run
-from keel.train.online import Learner, train_online
+from keel.train.learner import Learner
+from keel.train.online import train_online
 from keel.train.reward import pair_loss
 from keel.train.supervised import Plan, fit
 from tests.tiny import backbone, comparisons, encoder_of, prompts
@@ -85,7 +86,7 @@ def reward_is_nan(roles, update: int, row: int) -> float | None:
 
 def logprob_is_nan(monkeypatch, of: str) -> Callable:
     """The trainer's log-probability of row 3 in the second update, of the policy or the reference."""
-    real, calls = online.logprobs_BT, [0]
+    real, calls = experience.logprobs_BT, [0]
 
     def planted(roles, role, *rest):
         logprobs, entropies = real(roles, role, *rest)
@@ -94,13 +95,13 @@ def logprob_is_nan(monkeypatch, of: str) -> Callable:
             logprobs[3, 0] = NAN
         return logprobs, entropies
 
-    monkeypatch.setattr(online, "logprobs_BT", planted)
+    monkeypatch.setattr(experience, "logprobs_BT", planted)
     return lambda *_: None
 
 
 def value_is_nan(monkeypatch) -> Callable:
     """The critic's value of row 3 in the second update."""
-    real, calls = online.values_BT, [0]
+    real, calls = experience.values_BT, [0]
 
     def planted(*given):
         values_BT, last_B = real(*given)
@@ -109,7 +110,7 @@ def value_is_nan(monkeypatch) -> Callable:
             values_BT[3, 0] = NAN
         return values_BT, last_B
 
-    monkeypatch.setattr(online, "values_BT", planted)
+    monkeypatch.setattr(experience, "values_BT", planted)
     return lambda *_: None
 
 

@@ -18,8 +18,11 @@ from keel.runs.folder import RunFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import read_lines
 from keel.train.context import Run
-from keel.train.online import Learner, accumulate, first_state, make_experience, train_online, trained_scores, update
+from keel.train.experience import make_experience, trained_scores
+from keel.train.learner import Learner, first_state
+from keel.train.online import train_online
 from keel.train.optim import make_optimizer, set_rate
+from keel.train.update import accumulate, update
 from tests.tiny import backbone, encoder_of, prompts
 
 BACKBONES = ["shared", "separate"]
