@@ -32,6 +32,7 @@ REFUSED = {
 }
 """Keys that people bring from elsewhere and that Keel does not have, with the reason."""
 
+HIDDEN = "..."
 NULL = ("none", "null")
 """How a flag says null."""
 
@@ -45,8 +46,15 @@ class Flag:
 
     def __str__(self) -> str:
         value = self.value
+        if _secret(self.keys):
+            value = HIDDEN
         parts = list(value) if isinstance(value, list) else ["none" if value is None else str(value)]
         return shlex.join([flag_of(self.keys), *parts])
+
+
+def _secret(keys: Sequence[str]) -> bool:
+    """Whether a setting's name is that of a credential, which people put there by mistake: no message repeats it."""
+    return bool(keys) and bool({"token", "password", "secret", "key"} & set(keys[-1].split("_")))
 
 
 def flag_of(keys: Sequence[str]) -> str:
@@ -81,7 +89,7 @@ def change(kind: type[T], tree: Mapping[str, Any], arguments: Sequence[str], whe
 
 
 def read_flags(kind: type, tree: Mapping[str, Any], arguments: Sequence[str], where: str) -> list[Flag]:
-    """The arguments as flags. Raises ConfigError with every one that is no setting, stands twice or has no value."""
+    """The arguments as flags. Raises ConfigError with every one that is no setting or has no value."""
     flags, faults, rest = [], [], list(arguments)
     while rest:
         first = rest.pop(0)
@@ -94,8 +102,6 @@ def read_flags(kind: type, tree: Mapping[str, Any], arguments: Sequence[str], wh
             faults.append((f"{first!r} is no flag", "give settings as --name value"))
             continue
         field, fault = _field(kind, tree, keys, where)
-        if field is not None and any(flag.keys == keys for flag in flags):
-            fault = (f"{flag_of(keys)} stands twice", "give it once")
         if field is None or fault:
             assert fault is not None
             faults.append(fault)
@@ -104,7 +110,7 @@ def read_flags(kind: type, tree: Mapping[str, Any], arguments: Sequence[str], wh
         if isinstance(read, _NoValue):
             faults.append((f"{flag_of(keys)}: {read.what}", f"give it {_told_shape(field.annotation)}"))
         else:
-            flags.append(Flag(keys, read))
+            flags = [flag for flag in flags if flag.keys != keys] + [Flag(keys, read)]  # of two the last counts
     if faults:
         raise refusal(faults, where)
     return flags
@@ -138,7 +144,7 @@ def _told(kind: type, fault: ErrorDetails, tree: Any, flags: Sequence[Flag]) -> 
     by_flag = any(list(flag.keys) == keys[: len(flag.keys)] for flag in flags)
     place = flag_of(keys) if by_flag else ".".join(keys)
     at = f"{place}: " if place else ""
-    message, given = fault["msg"].removeprefix("Value error, "), fault["input"]
+    message, given = fault["msg"].removeprefix("Value error, "), HIDDEN if _secret(keys) else fault["input"]
     match fault["type"]:
         case "extra_forbidden":
             return f"{at}there is no such setting", _nearest(kind, tree, keys, by_flag)
@@ -156,10 +162,10 @@ def _told(kind: type, fault: ErrorDetails, tree: Any, flags: Sequence[Flag]) -> 
             remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
             return f"{at}{message.replace('Input should', 'it should')}, not {_plain(given)}", remedy
     message = message.partition(", unable")[0].replace("Input should", "it should")
-    ranged = "_than" in fault["type"]
+    form = " in that range" if "_than" in fault["type"] else " of that form" * ("pattern" in fault["type"])
     return (
         f"{at}{message}, not {_plain(given)}",
-        f"give {_told_shape(_annotation(kind, keys))}{' in that range' * ranged}",
+        f"give {_told_shape(_annotation(kind, keys))}{form}",
     )
 
 

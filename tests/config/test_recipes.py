@@ -41,9 +41,9 @@ def test_there_are_recipes():
     [
         (tree(ppo={"data": SOURCE, "reward": "a:b", "policy": {"lerning_rate": 1}}), "did you mean learning_rate?"),
         (tree(sfd={}), "did you mean sft?"),
-        (tree(ppo={"data": SOURCE, "reward": "a:b", "updates": 10**20}), "ppo.updates: Input should be less than"),
-        (tree(sft={"data": SOURCE}, threads=100_000), "threads: Input should be less than or equal to 1024"),
-        (tree(sft={"data": SOURCE}, skip_bad_steps=10**30), "skip_bad_steps: Input should be less than"),
+        (tree(ppo={"data": SOURCE, "reward": "a:b", "updates": 10**20}), "ppo.updates: it should be less than"),
+        (tree(sft={"data": SOURCE}, threads=100_000), "threads: it should be less than or equal to 1024"),
+        (tree(sft={"data": SOURCE}, skip_bad_steps=10**30), "skip_bad_steps: it should be less than"),
         (tree(ppo={"data": SOURCE, "reward": "a:b", "top_p": 0.9}), "sampling is cut, but the ratio is not"),
         (
             tree(ppo={"data": SOURCE, "reward": "a:b", "kl": {"target": 6}}),
