@@ -48,7 +48,7 @@ def _profile() -> list[Metric]:
             "wall time that the checkpoint of the step before held up training",
             timed=True,
         ),
-        Metric("product_rate", "FLOP/s", "last", "of a plain matrix product here, in the model's dtype", timed=True),
+        Metric("product_rate", "FLOP/s", "last", "of a plain matrix product here, as a pass makes it", timed=True),
         Metric("utilisation", "share", "last", "model FLOP/s of the step by product_rate", timed=True),
     ]
     for name, what in PROFILED.items():

@@ -5,6 +5,7 @@ alive at a time; a backward pass computes each chunk's logits again. Every row c
 padding rows (NaN in them above all) must be left out.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+BLOCK = 8192
+"""Rows of a weight that are held in another dtype at a time (18 MiB of float32 at a width of 576)."""
 
 
 def token_logprobs(
@@ -83,6 +87,17 @@ def exact_kl(
     return _ExactKl.apply(hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, temperature, chunk)
 
 
+def emulated(weight: Tensor) -> bool:
+    """Whether products of this tensor go through instructions of another dtype: bfloat16 on a processor that has none
+    for it. torch then takes ten times what float32 takes, so that a copy of the weight, made in parts, costs less."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def _check(hidden_NH: Tensor, weight_VH: Tensor, temperature: float, chunk: int) -> None:
     assert hidden_NH.shape[1] == weight_VH.shape[1], (hidden_NH.shape, weight_VH.shape)
     assert hidden_NH.dtype == weight_VH.dtype, (hidden_NH.dtype, weight_VH.dtype)
@@ -122,6 +137,13 @@ def _input_gradients(
         slope_NV = slope(rows)
         if grad_bias_V is not None:
             grad_bias_V += slope_NV.sum(0)
+        if emulated(weight_VH):
+            if grad_hidden_NH is not None:
+                blocks = zip(slope_NV.split(BLOCK, 1), weight_VH.split(BLOCK), strict=True)
+                grad_hidden_NH[rows] = sum(part @ block.float() for part, block in blocks)
+            if grad_weight_VH is not None:
+                grad_weight_VH.addmm_(slope_NV.T, hidden_NH[rows].float())
+            continue
         slope_NV = slope_NV.to(weight_VH.dtype)
         if grad_hidden_NH is not None:
             grad_hidden_NH[rows] = slope_NV @ weight_VH

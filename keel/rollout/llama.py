@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 
+from keel.algo.logprobs import emulated
 from keel.rollout.cache import GrowingLayer
 
 
@@ -39,7 +40,8 @@ class _Product:
 
     def __call__(self, x_KB: Tensor, x32_KB: Tensor | None, out_NB: Tensor | None = None) -> Tensor:
         """x32_KB: the input in the adapter's dtype; not read without an adapter."""
-        y_NB = torch.mm(self.weight, x_KB) if out_NB is None else torch.mm(self.weight, x_KB, out=out_NB)
+        weight = self.weight.to(x_KB.dtype)  # the weight itself, but where its dtype is emulated
+        y_NB = torch.mm(weight, x_KB) if out_NB is None else torch.mm(weight, x_KB, out=out_NB)
         if self.bias_N1 is not None:
             y_NB.add_(self.bias_N1)
         if self.adapter is not None:
@@ -104,6 +106,9 @@ class LlamaStep:
             cache: of `growing_cache`.
         """
         x_HB = self.trunk.embed_tokens(ids_B).t().contiguous()
+        dtype = x_HB.dtype
+        if emulated(x_HB):
+            x_HB = x_HB.float()
         cos_B1D, sin_B1D = self.trunk.rotary_emb(x_HB, places_B[:, None])
         cos_DB, sin_DB = cos_B1D[:, 0].t().contiguous(), sin_B1D[:, 0].t().contiguous()
         half = len(sin_DB) // 2
@@ -118,7 +123,7 @@ class LlamaStep:
             y32_HB = self._wide(y_HB)
             inner = layer.act(layer.gate(y_HB, y32_HB)).mul_(layer.up(y_HB, y32_HB))
             x_HB.add_(layer.down(inner, self._wide(inner)))
-        return _norm(self.trunk.norm, x_HB).t()
+        return _norm(self.trunk.norm, x_HB).t().to(dtype)
 
     def _attention(
         self, layer: _Layer, held: GrowingLayer, x_HB: Tensor, cos_DB: Tensor, sin_DB: Tensor, mask: Tensor | None
@@ -130,7 +135,7 @@ class LlamaStep:
         both = both.view(-1, width, rows)
         turned = (both * cos_DB).addcmul_(both.roll(width // 2, 1), sin_DB).permute(2, 0, 1)
         value = layer.v(x_HB, wide).view(self.kv_heads, width, rows).permute(2, 0, 1)
-        keys, values = held.update(turned[:, self.heads :, None], value[:, :, None])
+        keys, values = (t.to(x_HB.dtype) for t in held.update(turned[:, self.heads :, None], value[:, :, None]))
         # The queries of a key head stand as several queries of one head: no key or value is repeated.
         query = turned[:, : self.heads].mul(layer.scaling).reshape(rows, self.kv_heads, -1, width)
         scores = query @ keys.transpose(2, 3)

@@ -1,7 +1,7 @@
 """Where the time of online training goes: seconds, tokens/s and utilisation of each part of a step.
 
 Utilisation is model FLOP utilisation: the floating-point operations that the work needs (`keel.models.flops`), by what
-the machine does in a plain matrix product of the same dtype in the same time.
+the machine does in a plain matrix product, of the dtype that a pass multiplies in, in the same time.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from keel.metrics import PROFILED
+from keel.models.decoder import compute_dtype
 from keel.models.flops import Products
 from keel.runs.folder import StageFolder
 from keel.runs.log import read_lines
@@ -44,7 +45,9 @@ class Clock:
 @functools.cache
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of the product of two square matrices of `PRODUCT_SIZE` with torch's threads as they are, the best of
-    `PRODUCT_ROUNDS` (something else on the machine only slows). Measured once a process."""
+    `PRODUCT_ROUNDS` (something else on the machine only slows). Measured once a process, on a processor in the dtype
+    that passes of weights of `dtype` multiply in."""
+    dtype = compute_dtype(dtype) if device.type == "cpu" else dtype
     size = PRODUCT_SIZE[device.type]
     one = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
     out, best = torch.empty_like(one), float("inf")
@@ -155,5 +158,5 @@ def profile_sentence(profile: Mapping[str, Any]) -> str:
         notes = [f"{part['tokens_per_second']:.0f} tokens/s"] if "tokens_per_second" in part else []
         notes += [f"{part['utilisation']:.0%}"] if "utilisation" in part else []
         shown.append(f"{name} {part['seconds']:.1f} s" + (f" ({', '.join(notes)})" if notes else ""))
-    rate = f"{profile['product_rate'] / 1e9:.0f} GFLOP/s, a {profile['dtype']} matrix product here"
+    rate = f"{profile['product_rate'] / 1e9:.0f} GFLOP/s, a matrix product for {profile['dtype']} weights here"
     return f"{', '.join(shown)}; model FLOP utilisation {profile['utilisation']:.0%} of {rate}"

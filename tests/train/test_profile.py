@@ -87,8 +87,8 @@ def test_profile_of_a_stage_weighs_by_time(tmp_path: Path):
     assert found["parts"]["save"] == {"seconds": 0.5}
     assert found["seconds"] == 4.5 and found["utilisation"] == pytest.approx(0.2)
     assert profile_sentence(found) == (
-        "update 4.0 s (25 tokens/s, 20%), save 0.5 s; model FLOP utilisation 20% of 2 GFLOP/s, a float32 matrix "
-        "product here"
+        "update 4.0 s (25 tokens/s, 20%), save 0.5 s; model FLOP utilisation 20% of 2 GFLOP/s, a matrix product "
+        "for float32 weights here"
     )
 
 
