@@ -5,7 +5,6 @@ alive at a time; a backward pass computes each chunk's logits again. Every row c
 padding rows (NaN in them above all) must be left out.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+from keel.algo.precision import emulated
 
 BLOCK = 8192
 """Rows of a weight that are held in another dtype at a time (18 MiB of float32 at a width of 576)."""
@@ -85,17 +86,6 @@ def exact_kl(
     assert len(hidden_NH) == len(ref_hidden_NH), (hidden_NH.shape, ref_hidden_NH.shape)
     assert len(weight_VH) == len(ref_weight_VH), (weight_VH.shape, ref_weight_VH.shape)
     return _ExactKl.apply(hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, temperature, chunk)
-
-
-def emulated(weight: Tensor) -> bool:
-    """Whether products of this tensor go through instructions of another dtype: bfloat16 on a processor that has none
-    for it. torch then takes ten times what float32 takes, so that a copy of the weight, made in parts, costs less."""
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
-
-
-@functools.cache
-def _has_bfloat16() -> bool:
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _check(hidden_NH: Tensor, weight_VH: Tensor, temperature: float, chunk: int) -> None:

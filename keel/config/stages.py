@@ -244,7 +244,7 @@ class PreferenceConfig(Section):
 class EvalConfig(Section):
     """Before and after, on prompts that training did not see."""
 
-    prompts: Positive = 200
+    prompts: Several = 200
     """Held-out prompts: of the sandbox's held-out split, else kept back from ppo.data, else those of the pairs that
     preference or reward holds out."""
     best_of: Several | None = None

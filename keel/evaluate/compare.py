@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keel.errors import RewardError
 from keel.evaluate.intervals import mean_interval, wilson
 from keel.types import Rollouts
 
@@ -27,8 +28,15 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
 
 
 def mean_of(name: str, scores: Tensor) -> dict[str, Any]:
-    """Mean, standard deviation and interval of scores [B], under that name. NaN: not scored, left out."""
+    """Mean, standard deviation and interval of scores [B], under that name. NaN: not scored, left out. Raises
+    RewardError where fewer than two are left."""
     values = scores[torch.isfinite(scores)].tolist()
+    if len(values) < 2:
+        raise RewardError(
+            f"{len(values)} of the responses to compare have a score, and an interval needs two",
+            where="eval",
+            remedy="mend the reward, or raise eval.prompts",
+        )
     return {
         name: float(np.mean(values)),
         f"{name}_sd": float(np.std(values)),

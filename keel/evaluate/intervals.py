@@ -45,9 +45,10 @@ def _within(t: float, freedom: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's interval of a mean: mean +- t sd / sqrt(n), sd with n - 1; the mean itself for one value."""
+    """Student's interval of the mean of two values or more: mean +- t sd / sqrt(n), sd with n - 1."""
     x = np.asarray(values, dtype=np.float64)
-    half = t_quantile(len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0
+    assert len(x) > 1, "one value tells nothing of its spread"
+    half = t_quantile(len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
     return float(x.mean()) - half, float(x.mean()) + half
 
 

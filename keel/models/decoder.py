@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
+from keel.algo.precision import compute_dtype
 from keel.models.places import Places, SharedPlaces
 
 WORTH_SHARING = 8
@@ -357,11 +358,3 @@ def _through(model: PreTrainedModel, ids_N: Tensor, places: Places | SharedPlace
         work = functools.partial(_layer, _Weights.of(layer), places, cos_ND, sin_ND, number == len(body.layers) - 1)
         x_NH = checkpoint(work, x_NH, use_reentrant=False, preserve_rng_state=False) if recomputed else work(x_NH)
     return _LastNorm.apply(x_NH, body.norm.weight, body.norm.variance_epsilon).to(body.embed_tokens.weight.dtype)
-
-
-@functools.cache
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of products and of what is between them: float32 for bfloat16 weights where the processor has no matrix unit
-    for bfloat16; there its products take twice the time of float32's, more than the casts of the weights cost."""
-    slow = dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.float32 if slow else dtype

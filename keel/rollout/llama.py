@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 
-from keel.algo.logprobs import emulated
+from keel.algo.precision import emulated
 from keel.rollout.cache import GrowingLayer
 
 

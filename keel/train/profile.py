@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from keel.algo.precision import compute_dtype
 from keel.metrics import PROFILED
-from keel.models.decoder import compute_dtype
 from keel.models.flops import Products
 from keel.runs.folder import StageFolder
 from keel.runs.log import read_lines

@@ -103,7 +103,7 @@ def test_only_what_requires_a_gradient_gets_one(inputs, trained, output):
 @pytest.mark.parametrize("unit", [True, False])
 def test_bfloat16_multiplies_in_its_dtype_and_goes_on_in_float32(inputs, monkeypatch, unit):
     """unit: whether the processor has instructions for it; without, backward multiplies blocks in float32."""
-    monkeypatch.setattr("keel.algo.logprobs._has_bfloat16", lambda: unit)
+    monkeypatch.setattr("keel.algo.precision._has_bfloat16", lambda: unit)
     monkeypatch.setattr("keel.algo.logprobs.BLOCK", 5)
     tensors = inputs(torch.bfloat16)
     actual, expected = chunked(tensors, 0.7, 10), whole(tensors, 0.7)

@@ -7,10 +7,8 @@ the bytes of the run that nobody struck, with no file left over.
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import pickle
 import random
 import resource
 import select
@@ -29,23 +27,11 @@ import yaml
 import keel.train.pipeline  # noqa: F401  # all that a run needs, before the first fork
 from keel import cli
 from keel.metrics import TIMED
-from tests.drills.trainers import TRAINERS, write_data
+from tests.drills.mutations import mutate, reseal
+from tests.drills.trainers import ONLINE, SEPARATE, STEERED, TRAINERS, write_data
 from tests.tiny import write_model
 
-RECIPE: dict[str, Any] = {
-    "model": {"path": "model", "backbone": "separate", "max_prompt_tokens": 64, "max_response_tokens": 6},
-    "ppo": {
-        "data": {"path": ["rows.jsonl"]},
-        "reward": "fn.py:score",
-        "updates": 4,
-        "rollouts": 6,
-        "minibatches": 2,
-        "checkpoint_every": 1,
-        "policy": {"learning_rate": 1e-3},
-        "critic": {"warmup_cap": 1},
-        "kl": {"controller": "adaptive", "target": 1.0, "horizon": 50},
-    },
-}
+RECIPE: dict[str, Any] = {"model": SEPARATE, "ppo": {**ONLINE, **STEERED, "critic": {"warmup_cap": 1}}}
 POINTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree"}
 """Audit events of the file system at which a run may be struck."""
 LONGEST = 600.0
@@ -320,13 +306,6 @@ def fill(filler: Path, free: int) -> None:
             file.flush()
 
 
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch struck-by-a-pickle",)
-
-
 def fuzz(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
     """Any file of a finished and of a broken-off run is changed at random: no traceback, no code run, no hang."""
     shutil.copytree("runs", "finished")
@@ -349,68 +328,6 @@ def fuzz(whole: dict[str, Any], strikes: int, chance: random.Random) -> None:
         assert not Path("struck-by-a-pickle").exists(), f"{victim} was unpickled"
         codes[code] = codes.get(code, 0) + 1
     sys.stdout.write(f"exit codes {codes}\n")
-
-
-def mutate(victim: Path, chance: random.Random) -> str:
-    """Changes a file in one of many ways and says how."""
-    content = bytearray(victim.read_bytes())
-    kinds = ["flip", "cut", "empty", "noise", "pickle", "nested", "list", "folder", "link", "pipe", "gone"]
-    # Values of another kind in files that are otherwise as a run writes them reach further than noise.
-    how = "value" if victim.suffix in (".json", ".jsonl") and chance.random() < 0.5 else chance.choice(kinds)
-    victim.unlink()
-    if how == "flip" and content:
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    new = {
-        "flip": bytes(content),
-        "cut": bytes(content[: chance.randrange(len(content) + 1)]),
-        "empty": b"",
-        "noise": chance.randbytes(100),
-        "pickle": pickle.dumps(Bomb()),
-        "nested": b"[" * 100_000,
-        "list": b"[1]\n",
-        "value": other_value(bytes(content), victim.suffix == ".jsonl", chance) if how == "value" else b"",
-    }
-    if how in new:
-        victim.write_bytes(new[how])
-    elif how == "folder":
-        victim.mkdir()
-    elif how == "link":
-        victim.symlink_to("nowhere")
-    elif how == "pipe":
-        os.mkfifo(victim)
-    return how
-
-
-def other_value(content: bytes, in_lines: bool, chance: random.Random) -> bytes:
-    """JSON with one value, anywhere in it, replaced by one of another kind."""
-    lines = content.splitlines() if in_lines else [content]
-    if not lines:
-        return content
-    number = chance.randrange(len(lines))
-    places: list[tuple[Any, Any]] = []
-    waiting = [tree := json.loads(lines[number])]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict | list):
-            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-            places += [(node, key) for key in keys]
-            waiting += [node[key] for key in keys]
-    if places:
-        node, key = chance.choice(places)
-        node[key] = chance.choice([None, True, -1, 0, 10**20, 1e308, "x", "", "../..", [], [1], {}, {"step": "x"}])
-    lines[number] = json.dumps(tree).encode()
-    return b"\n".join(lines) + b"\n" * in_lines
-
-
-def reseal(victim: Path) -> None:
-    """Makes a checkpoint's manifest fit its changed file, as one who wants to do harm would."""
-    manifest = victim.with_name("manifest.json")
-    if victim == manifest:
-        return
-    tree = json.loads(manifest.read_text())
-    content = victim.read_bytes()
-    tree["files"][victim.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest.write_text(json.dumps(tree))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from keel.errors import RewardError
 from keel.evaluate.compare import compare_scores, kl_per_response, mean_of, win_rate
 from keel.evaluate.curves import draw_curves
 from keel.evaluate.intervals import clustered_share, mean_interval, t_quantile, wilson
@@ -38,7 +39,6 @@ def test_mean_interval_by_hand():
     assert high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), abs=1e-6)
     low, high = mean_interval([1.0, 3.0])  # sd sqrt(2), so half of it is the quantile itself
     assert (low, high) == (pytest.approx(2 - 12.706205, abs=1e-5), pytest.approx(2 + 12.706205, abs=1e-5))
-    assert mean_interval([4.0]) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,11 @@ def test_scores_of_one_side():
         "before_sd": 1.0,
         "before_interval": (pytest.approx(2 - 12.706, abs=1e-3), pytest.approx(2 + 12.706, abs=1e-3)),
     }
+
+
+def test_one_score_has_no_interval():
+    with pytest.raises(RewardError, match="1 of the responses to compare have a score, and an interval needs two"):
+        mean_of("before", torch.tensor([math.nan, 3.0]))
 
 
 def test_kl_sums_the_log_ratio_over_each_response_and_nothing_else():

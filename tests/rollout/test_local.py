@@ -103,7 +103,7 @@ def test_greedy_is_what_transformers_generates_in_other_shapes(tiny_model, archi
 @pytest.mark.parametrize("role", ["policy", "reference"])
 def test_the_step_for_llama_is_the_stock_pass(tiny_model, monkeypatch, dtype, unit, role):
     """The same responses forced through both; adapters in force and not; with bfloat16 instructions and without."""
-    monkeypatch.setattr("keel.algo.logprobs._has_bfloat16", lambda: unit)
+    monkeypatch.setattr("keel.algo.precision._has_bfloat16", lambda: unit)
     roles = backbone("shared", tiny_model) if dtype == "float32" else _bfloat16_roles(tiny_model)
     sampler, asked = LocalEngine(roles, encoder_of(tiny_model), role), prompts(10)
     fast = sampler.generate(asked, Sampling(1.0, 24), seed=3, step=4)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -99,12 +100,20 @@ def test_a_file_in_the_place_of_a_run(tmp_path: Path):
     assert (tmp_path / "demo").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    (tmp_path / "demo").mkdir(mode=0o500)
-    with pytest.raises(RunError, match="Permission denied"):
-        RunFolder.open(tmp_path, "demo")
+def test_a_folder_that_cannot_be_written():
+    with tempfile.TemporaryDirectory() as place:  # tmp_path lies below a folder that is its owner's alone
+        (Path(place) / "demo").mkdir()
+        for folder in (Path(place) / "demo", Path(place)):
+            folder.chmod(0o555)
+        before = os.geteuid()
+        if before == 0:  # who may write everywhere
+            os.seteuid(65534)
+        try:
+            with pytest.raises(RunError, match="Permission denied"):
+                RunFolder.open(place, "demo")
+        finally:
+            os.seteuid(before)
+            Path(place).chmod(0o755)
 
 
 def test_no_run_there(tmp_path: Path):

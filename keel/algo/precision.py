@@ -1,0 +1,27 @@
+"""In which dtype a processor multiplies weights of bfloat16: in float32, where its own way would be slower."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """On a CPU, that of a pass over many tokens, products and what is between them: float32 for bfloat16 weights where
+    the processor has no matrix unit for bfloat16. There its products take twice the time of float32's, more than the
+    casts of the weights cost."""
+    slow = dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("amx_bf16", False)
+    return torch.float32 if slow else dtype
+
+
+def emulated(weight: Tensor) -> bool:
+    """Whether products of this tensor, also with few columns, go through instructions of another dtype: bfloat16 on a
+    processor that has none for it at all. torch then takes ten times what float32 takes, so that a copy of the weight,
+    made in parts, costs less."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
