@@ -1,5 +1,7 @@
 """The PPO step: what it starts from, what its gradients are, that it can be stopped and resumed, and that it learns."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,25 @@ def test_micro_batches_and_cores_change_no_gradient(kind, tiny_model, monkeypatc
         assert whole.keys() == other.keys()
         for name, gradient in whole.items():
             torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_losses_and_metrics_are_means_over_the_tokens_of_the_minibatch(tiny_model):
+    """The old policy was less sure of every token by 0.5: the ratio is e^0.5, clipped where the advantage is above 0."""
+    recipe = recipe_of(micro_tokens=60)
+    assert recipe.ppo
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+    rows = [7, 2, 9, 4, 0]
+    mask, advantages = rollouts.response_mask_BT[rows], experience.advantages_BT[rows]
+    old = replace(experience, policy_logprobs_BT=experience.policy_logprobs_BT - 0.5)
+    learner = learner_of(roles, recipe)
+    found = accumulate(learner, old, rows, first_state(learner.ppo), ["policy", "critic"], "here")
+    assert experience.values_BT is not None and experience.returns_BT is not None
+    errors = (experience.values_BT - experience.returns_BT)[rows][mask]
+    assert found["value_loss"] == pytest.approx(0.5 * errors.square().mean().item(), rel=1e-4)
+    assert found["clip_fraction"] == pytest.approx((advantages > 0)[mask].float().mean().item(), abs=1e-6)
+    bounded = torch.where(advantages > 0, advantages * 1.2, advantages * math.exp(0.5))[mask]
+    assert found["policy_loss"] == pytest.approx(-bounded.mean().item(), rel=1e-4)
 
 
 def test_experience_worked_by_hand(tiny_model):
