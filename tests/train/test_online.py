@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from keel.runs.log import read_lines
 from keel.train.context import Run
 from keel.train.experience import make_experience, trained_scores
 from keel.train.learner import Learner, first_state
-from keel.train.online import train_online
+from keel.train.online import still_warming, train_online
 from keel.train.optim import make_optimizer, set_rate
 from keel.train.update import accumulate, update
 from tests.tiny import backbone, encoder_of, prompts
@@ -158,7 +159,7 @@ def test_micro_batches_and_cores_change_no_gradient(kind, tiny_model, monkeypatc
 
 
 def test_losses_and_metrics_are_means_over_the_tokens_of_the_minibatch(tiny_model):
-    """The old policy was less sure of every token by 0.5: the ratio is e^0.5, clipped where the advantage is above 0."""
+    """The old policy was less sure of every token by 0.5: the ratio is e^0.5, clipped where A is above 0."""
     recipe = recipe_of(micro_tokens=60)
     assert recipe.ppo
     roles, rollouts = rolled_out("separate", tiny_model, recipe)
@@ -194,6 +195,49 @@ def test_experience_worked_by_hand(tiny_model):
     inside = experience.advantages_BT[rollouts.response_mask_BT]
     assert abs(inside.mean()) < 1e-5 and abs(inside.std() - 1) < 1e-4
     assert (experience.advantages_BT[~rollouts.response_mask_BT] == 0).all()
+
+
+def test_metrics_of_experience_are_over_exactly_the_response_tokens(tiny_model):
+    recipe = recipe_of()
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    experience, found = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+    mask, (_, entropy_BT) = rollouts.response_mask_BT, logprobs_BT(roles, "policy", rollouts.sequences(), 1.0, 0, 4000)
+    kl_N = (experience.policy_logprobs_BT - experience.reference_logprobs_BT)[mask]
+    assert not mask.all() and abs(kl_N.sum()) > 0.1
+    assert found["kl_per_response"] == pytest.approx(kl_N.sum().item() / 12, rel=1e-4)
+    assert found["kl_per_token"] == pytest.approx(kl_N.mean().item(), rel=1e-4)
+    assert found["entropy"] == pytest.approx(entropy_BT[mask].mean().item(), rel=1e-5)
+    ahead_BT = experience.rewards_BT.flip(1).cumsum(1).flip(1)
+    assert found["return_mean"] == pytest.approx(ahead_BT[mask].mean().item(), rel=1e-4)
+
+
+def test_an_update_that_ends_early_tells_means_over_the_steps_it_took(tiny_model):
+    """The first of three minibatches alone, as the policy then has moved too far; what it tells is that one's."""
+    recipe = recipe_of(policy={"learning_rate": 1e-2, "target_kl": 1e-6})
+    assert recipe.ppo
+    roles, rollouts = rolled_out("separate", tiny_model, recipe)
+    experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+    learner = learner_of(roles, recipe)
+    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([recipe.seed, 0, 0]))).permutation(12)
+    first = accumulate(learner, experience, order[:4].tolist(), first_state(recipe.ppo), ["policy", "critic"], "here")
+    optimizers = {role: make_optimizer(roles.parameters(role).values()) for role in ("policy", "critic")}
+    for optimizer in optimizers.values():
+        set_rate(optimizer, 1e-2)
+        optimizer.zero_grad()
+    found = update(learner, experience, 0, first_state(recipe.ppo), optimizers)
+    assert found["steps_taken"] == pytest.approx(1 / 3)
+    assert found["value_loss"] == pytest.approx(first["value_loss"], rel=1e-5)
+
+
+def test_the_warm_up_ends_when_the_critic_explains_enough_or_at_its_cap():
+    ppo = recipe_of(critic={"warmup_explained_variance": 0.3, "warmup_cap": 5, "learning_rate": 1e-3}).ppo
+    assert ppo
+
+    def warming(explained: float, step: int, before: bool = True) -> bool:
+        return still_warming(ppo, {"warming": before}, {"explained_variance": explained}, step)
+
+    assert warming(0.29, 4) and not warming(0.3, 0) and not warming(-1.0, 5)
+    assert not warming(-1.0, 0, before=False)  # once over, it does not come again
 
 
 def test_truncated_rows_are_bootstrapped_or_terminal(tiny_model):
