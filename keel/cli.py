@@ -134,10 +134,25 @@ def _run(arguments: list[str], console: Console, stage: str | None) -> None:
 def _start(recipe: Recipe, console: Console, command: str, stage: str | None = None, overwrite: bool = False) -> None:
     console.line(f"{recipe.name}: seed {recipe.seed}, {recipe.threads} threads, in {Path(recipe.root) / recipe.name}")
     _print_schedule(recipe, console)
+    _check_places(recipe)
     console.line("loading torch and transformers ...", "dim")
     from keel.train.pipeline import run_recipe
 
     run_recipe(recipe, console, command, stage, overwrite)
+
+
+def _check_places(recipe: Recipe) -> None:
+    """Raises DataError or ConfigError where a file that the recipe names is not there, before anything heavy loads."""
+    from keel.data.files import RowStream
+
+    ppo = recipe.ppo
+    for stage in (recipe.sft, recipe.reward, recipe.preference, ppo, ppo and ppo.ptx):
+        if stage and stage.data:
+            RowStream(stage.data.path, "prompt" if stage is ppo else None)
+    place = ppo.reward.rpartition(":")[0] if ppo else ""
+    if place.endswith(".py") and not Path(place).is_file():
+        remedy = f"paths start from {Path.cwd()}; check the name"
+        raise ConfigError(f"there is no file {place}", where="ppo.reward", remedy=remedy)
 
 
 def _resume(arguments: list[str], console: Console) -> None:
@@ -213,6 +228,8 @@ def _chat(arguments: list[str], console: Console) -> None:
             raise ConfigError("a line of the input is no text", remedy="give lines in UTF-8") from None
         if not text:
             return
+        if not sys.stdin.isatty():
+            console.line(f"> {text}", "dim")
         for name, answer in chat.answer(text).items():
             console.line(f"{name:<7} {answer}", "green" if name == "after" else "")
 

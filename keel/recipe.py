@@ -126,6 +126,7 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.ppo:
         ppo = recipe.ppo
         steps = ppo.updates * ppo.epochs * ppo.minibatches
+        warm_up = min(ppo.critic.warmup_cap, ppo.updates) if ppo.has_critic else 0
         rows.append(
             (
                 "ppo",
@@ -139,9 +140,8 @@ def schedule(recipe: Recipe) -> list[tuple[str, str]]:
                 f"each update: {ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of about "
                 f"{ppo.rollouts // ppo.minibatches} = {steps} optimizer steps in all"
                 + (
-                    f", the policy's first ones held back while the critic warms up (at most {ppo.critic.warmup_cap} "
-                    "updates)"
-                    if ppo.has_critic
+                    f", the policy's first ones held back while the critic warms up (at most {warm_up} updates)"
+                    if warm_up
                     else ""
                 ),
             )

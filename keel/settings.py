@@ -5,6 +5,7 @@ it, so that a flag and the same line of YAML are refused by the same check, in t
 """
 
 import difflib
+import re
 import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,12 +50,17 @@ class Flag:
         if _secret(self.keys):
             value = HIDDEN
         parts = list(value) if isinstance(value, list) else ["none" if value is None else str(value)]
-        return shlex.join([flag_of(self.keys), *parts])
+        return shlex.join([flag_of(self.keys), *map(_without_credentials, parts)])
 
 
 def _secret(keys: Sequence[str]) -> bool:
     """Whether a setting's name is that of a credential, which people put there by mistake: no message repeats it."""
     return bool(keys) and bool({"token", "password", "secret", "key"} & set(keys[-1].split("_")))
+
+
+def _without_credentials(text: str) -> str:
+    """An address without its user, password and query, in which tokens are sent."""
+    return re.sub(r"(://[^?#\s]*)[?#]\S*", rf"\1?{HIDDEN}", re.sub(r"://[^/\s]*@", f"://{HIDDEN}@", text))
 
 
 def flag_of(keys: Sequence[str]) -> str:
@@ -319,8 +325,19 @@ def _shape(annotation: Any) -> str:
     """What stands behind a flag."""
     if choices := _choices(annotation):
         return "|".join(map(str, choices))
-    shapes = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT", list: "TEXT ...", tuple: "VALUE ..."}
+    shapes = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    if item := _item(annotation):
+        return f"{_shape(item)} ..."
     return next((shape for kind, shape in shapes.items() if kind in _kinds(annotation)), "KEY VALUE ...")
+
+
+def _item(annotation: Any) -> Any:
+    """What a list or tuple holds; None where the annotation is of neither."""
+    if get_origin(annotation) in (list, tuple):
+        return get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(filter(None, map(_item, get_args(annotation))), None)
+    return None
 
 
 def _told_shape(annotation: Any) -> str:
@@ -328,7 +345,8 @@ def _told_shape(annotation: Any) -> str:
     words = {"INTEGER": "an integer", "NUMBER": "a number", "TEXT": "a text", "true|false": "true or false"}
     words |= {
         "TEXT ...": "one or more texts",
-        "VALUE ...": "one or more values",
+        "NUMBER ...": "one or more numbers",
+        "INTEGER ...": "one or more integers",
         "KEY VALUE ...": "pairs of key and value",
     }
     shape = _shape(annotation)
@@ -339,8 +357,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool | None):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return " ".join(map(str, value)) or "none"
-    text = str(value)
+        return " ".join(map(_plain, value)) or "none"
+    text = _without_credentials(str(value))
     return text if len(text) < 100 else text[:97] + "..."
 
 

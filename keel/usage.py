@@ -14,6 +14,7 @@ Keel post-trains language models from human preferences: SFT, reward model, PPO;
 
 Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
 Each command has its own help: keel plan --help. All settings with their meaning: keel run RECIPE.yaml --help
+Of a flag that stands twice the last counts.
 --overwrite replaces a stage that was made with other settings (refused without it).
 """
 STAGES = {

@@ -17,6 +17,7 @@ from keel.errors import DataError
 from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 
 RANKING = "ranking"
+TRANSCRIPTS: Shape = ("chosen", "rejected")
 DEMONSTRATION_SHAPES: tuple[Shape, ...] = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -27,12 +28,19 @@ DEMONSTRATION_SHAPES: tuple[Shape, ...] = (
 PREFERENCE_SHAPES: tuple[Shape, ...] = (
     ("prompt", "chosen", "rejected"),
     ("conversations", "chosen", "rejected"),
-    ("chosen", "rejected"),
+    TRANSCRIPTS,
     ("instruction", "output_1", "output_2", "preference"),
     ("prompt", RANKING),
 )
 THUMB_SHAPES: tuple[Shape, ...] = tuple((*shape, "label") for shape in DEMONSTRATION_SHAPES)
-PROMPT_SHAPES: tuple[Shape, ...] = (("prompt",), ("instruction",), ("question",))
+PROMPT_SHAPES: tuple[Shape, ...] = (
+    ("prompt",),
+    ("instruction",),
+    ("question",),
+    ("messages",),
+    ("conversations",),
+    TRANSCRIPTS,
+)
 
 
 Record = TypeVar("Record")
@@ -102,7 +110,8 @@ def thumbs() -> Kind[Thumb | PreferencePair]:
 
 
 def prompts(first_words: int | None = None) -> Kind[Prompt]:
-    """Prompts, with the row's other columns. first_words: keep only so many of each text.
+    """Prompts, with the row's other columns; of a conversation and of two transcripts all before the last reply.
+    first_words: keep only so many of each text.
 
     Raises:
         DataError: `first_words` is less than 1.
@@ -129,7 +138,10 @@ def _other_kinds(row: Row, columns: Mapping[str, str], name: str) -> str:
 
 
 def _bare_prompt(view: View, first_words: int | None) -> list[Prompt]:
-    prompt = _prompt(view, view.prompt_turns())
+    turns = _shared_prompt(view)[0] if view.shape == TRANSCRIPTS else view.prompt_turns()
+    if view.shape[0] in ("messages", "conversations") and turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    prompt = _prompt(view, turns)
     messages = prompt.messages
     if first_words is not None:
         words = prompt.text.split()

@@ -80,13 +80,25 @@ def json_list(path: str, content: bytes, offset: int) -> Iterator[Row | DataErro
             yield DataError("The row is not an object.", where=source, remedy='Write rows as {"name": value, ...}.')
 
 
+def refuse_json(path: str, first: bytes) -> None:
+    """Raises DataError where a first line that is to be text or names of columns is an object in JSON."""
+    try:
+        found = isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return
+    if found:
+        raise DataError("The first line is JSON.", where=path, remedy="If there is one object a line, name it .jsonl.")
+
+
 def text_lines(path: str, lines: Iterable[Line], column: str) -> Iterator[Row]:
     """One row a line that is not blank, without the blanks around its text.
 
     Raises:
-        DataError: the file is no text.
+        DataError: the file is no text, or JSON.
     """
     for line in lines:
+        if line.number == 1:
+            refuse_json(path, line.raw)
         if b"\0" in line.raw:
             raise DataError("The file is not text.", where=path, remedy="Give UTF-8 text, .jsonl or .json.")
         text, repairs = line.raw.strip(), []

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from keel.data.rows import Line, Row, not_utf8
+from keel.data.rows import Line, Row, not_utf8, refuse_json
 from keel.errors import DataError
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit, 128 KiB a cell, is less than a long document
@@ -24,10 +24,11 @@ def csv_rows(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
     The separator is the one of comma, semicolon and tab that stands most often in the first line, comma if none does.
 
     Raises:
-        DataError: not UTF-8, a quotation mark that is not closed, a first row that names a column twice.
+        DataError: not UTF-8, JSON, a quotation mark that is not closed, a first row that names a column twice.
     """
     texts = _Texts(path, lines)
     first = next(texts, "")
+    refuse_json(path, first.encode())
     bare = QUOTED.sub("", first)
     reader = csv.reader(_back(first, texts), delimiter=max(",;\t", key=bare.count), strict=True)
     names: list[str] | None = None

@@ -49,8 +49,16 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     run = RunFolder(folder)
     manifest = run.manifest()
     recipe = recorded(manifest, run.path)
-    trained = "ppo" if recipe.ppo else "preference"
-    before = "sft" if recipe.sft else "base" if recipe.model.path == "smollm2" else None
+    stages = [name for name in ("sft", "preference", "ppo") if getattr(recipe, name)]
+    if not stages:
+        raise RunError(
+            "this run trains no model that answers, only a reward model",
+            where=str(folder),
+            remedy="give a run with one of the stages sft, preference and ppo",
+        )
+    trained = stages[-1]
+    made = "base" if recipe.model.path in ("smollm2", "sandbox") else None
+    before = "sft" if "sft" in stages[:-1] else made
     if before is None:
         _require_base(manifest, trained, recipe.model.path)
     after = _model(run.stage(trained))
@@ -93,5 +101,6 @@ def _examples(run: RunFolder, count: int = 3) -> list[str]:
     """Prompts of the evaluation, or of training where there was none."""
     files = [run.stage(name).samples for name in ("eval", "ppo")]
     rows = (row for file in files if file.exists() for row in read_lines(file))
-    prompts = dict.fromkeys(row["prompt"] for row in rows if isinstance(row.get("prompt"), str))
+    texts = (row["prompt"] for row in rows if isinstance(row.get("prompt"), str))
+    prompts = dict.fromkeys(text for text in texts if "\n" not in text)  # one that can be typed
     return list(itertools.islice(prompts, count))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keel.algo.masking import masked_mean
 from keel.errors import RewardError
 from keel.evaluate.intervals import mean_interval, wilson
 from keel.types import Rollouts
@@ -61,6 +62,17 @@ def compare_scores(before: Tensor, after: Tensor) -> dict[str, Any]:
 def kl_per_response(policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> list[float]:
     """Log-ratio summed over each response (nats), on responses of the policy: an unbiased estimate of the KL."""
     return torch.where(mask_BT, policy_BT - reference_BT, 0.0).sum(1).tolist()
+
+
+def distance(policy_BT: Tensor, reference_BT: Tensor, entropy_BT: Tensor, mask_BT: Tensor) -> dict[str, Any]:
+    """How far the policy is from the reference on its own responses: mean KL per response with its interval (nats), and
+    the policy's mean entropy per response token (nats)."""
+    kl = kl_per_response(policy_BT, reference_BT, mask_BT)
+    return {
+        "kl_per_response": float(np.mean(kl)),
+        "kl_interval": mean_interval(kl),
+        "entropy_per_token": masked_mean(entropy_BT, mask_BT, None).item(),
+    }
 
 
 def side_by_side(sides: Mapping[str, tuple[Rollouts, Tensor | None]]) -> list[dict[str, Any]]:

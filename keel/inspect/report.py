@@ -182,7 +182,7 @@ def show(told: Mapping[str, Any], console: Console, *, ids: bool) -> None:
         where = f": {places(finding, told['files'])}" if finding["places"] else ""
         console.line(f"{sign} {finding['name']}: {share(finding)}{where}", style)
         console.line(f"    {finding['meaning']}", "dim")
-    if not any(map(striking, told["findings"])):
+    if told["rows"]["kept"] and not any(map(striking, told["findings"])):
         console.line("nothing striking in the rows that are kept", "green")
     console.line()
     if told["lengths"]:

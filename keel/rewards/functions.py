@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -117,7 +118,7 @@ class FunctionReward:
             if is_stop(error):
                 raise
             raise RewardError(
-                f"the reward function raised {_told(error)}",
+                f"the reward function raised {_told(error)}{_raised_at(error)}",
                 where=f"{self.name}, prompt {prompt.source or b}, response {rollouts.texts[b][:200]!r}",
                 remedy=f"it was called with {', '.join(sorted(given))}",
                 rows=[b],
@@ -160,6 +161,11 @@ def _told(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an exception of the user's whose text fails in turn
         return type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call itself
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def source_hash(name: str) -> str:

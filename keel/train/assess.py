@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from keel.config import Recipe
 from keel.evaluate.best_of import best_of, others_of
-from keel.evaluate.compare import compare_scores, describe, kl_per_response, mean_of, side_by_side
-from keel.evaluate.intervals import mean_interval
+from keel.evaluate.compare import compare_scores, describe, distance, mean_of, side_by_side
 from keel.models.loading import load_causal_lm, load_encoder
 from keel.models.roles import Roles, logprobs_BT
 from keel.models.separate import SeparateRoles
@@ -102,13 +100,7 @@ def _trained(
     rest = (after.sequences(), sampling.temperature, encoder.pad_id, _micro_tokens(recipe))
     policy, entropy = logprobs_BT(trained, "policy", *rest)
     reference, _ = logprobs_BT(frozen, "reference", *rest)
-    kl = kl_per_response(policy, reference, after.response_mask_BT)
-    return after, {
-        "kl_per_response": float(np.mean(kl)),
-        "kl_interval": mean_interval(kl),
-        "entropy_per_token": (entropy.sum() / after.response_mask_BT.sum()).item(),
-        "after": describe(after),
-    }
+    return after, distance(policy, reference, entropy, after.response_mask_BT) | {"after": describe(after)}
 
 
 def _judges(recipe: Recipe, frozen: Roles, pad_id: int, reward_folder: Path | None) -> dict[str, Reward]:

@@ -20,13 +20,16 @@ from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 Preference = TypeVar("Preference", PreferencePair, Thumb)
 
 
-def split_rows(count: int, held_out: int, seed: int, most: int | None = None) -> tuple[list[int], list[int]]:
+def split_rows(
+    count: int, held_out: int, seed: int, most: int | None = None, where: str = "sft", field: str = "sft.held_out"
+) -> tuple[list[int], list[int]]:
     """Row numbers to train on (at most `most`) and to keep back, by seed. Raises DataError where none would be left to
-    train on."""
+    train on. where, field: the section, and the setting that says how many are held out, for errors."""
     if held_out >= count:
         raise DataError(
-            f"{held_out} rows are to be held out, but there are only {count}",
-            remedy="give more data, or lower held_out (eval.prompts for prompts)",
+            f"{field} is {held_out}, but there are only {count} rows",
+            where=where,
+            remedy=f"give more data, or lower {field}",
         )
     order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, count]))).permutation(count).tolist()
     return sorted(order[held_out:][:most]), sorted(order[:held_out])
@@ -102,7 +105,7 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
         _tell(console, "ppo", "prompts", prompts)
         train = prompts.records
         if ppo.data:
-            train_rows, held_rows = split_rows(len(train), count, recipe.seed)
+            train_rows, held_rows = split_rows(len(train), count, recipe.seed, where="ppo.data", field="eval.prompts")
             train, held = [train[i] for i in train_rows], [train[i] for i in held_rows]
             _mix(console, "ppo", ppo.data, train)
         elif count:
@@ -143,7 +146,8 @@ def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: i
         )
     if left < sft.batch:
         raise DataError(
-            f"{len(rows)} demonstrations leave {left} to train on, less than a batch of {sft.batch}",
+            f"{len(rows)} demonstrations leave {left} to train on once {sft.held_out} are held out, less than a "
+            f"batch of {sft.batch}",
             where="sft",
             remedy="give more, or lower sft.batch or sft.held_out"
             + (", or raise sft.max_rows" if sft.max_rows else ""),
@@ -209,7 +213,8 @@ def split_prompts(
     if left < settings.batch:
         raise DataError(
             f"{len(rows)} {'thumbs' if thumbs else 'preference pairs'} leave {left} "
-            f"{'of them' if thumbs else 'prompts'} to train on, less than a batch of {settings.batch}",
+            f"{'of them' if thumbs else 'prompts'} to train on once {settings.held_out} are held out, less than a "
+            f"batch of {settings.batch}",
             where=where,
             remedy=f"give more, or lower {where}.held_out or {where}.batch"
             + (f", or raise {where}.max_prompts" if settings.max_prompts else ""),

@@ -29,8 +29,10 @@ class Learner:
 
 
 def first_state(ppo: PpoConfig) -> dict[str, Any]:
-    """What the loop changes beside weights, as plain values for a checkpoint. Moments are count, mean, m2."""
+    """What the loop changes beside weights, as plain values for a checkpoint. Moments are count, mean, m2. cut: what
+    the encoder has counted."""
     return {
+        "cut": {},
         "kl_coefficient": ppo.kl.coefficient,
         "warming": ppo.has_critic and ppo.critic.warmup_cap > 0,
         "old_kl_penalty": FIRST_PENALTY,

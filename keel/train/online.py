@@ -53,6 +53,9 @@ def train_online(
     optimizers: dict[str, Optimizer] = {role: make_optimizer(roles.parameters(role).values()) for role in peaks}
     session = Session(run, stage, roles, optimizers, ppo.checkpoint_every, first_state(ppo), best=ppo.keep_best)
     state, engine, mixture = session.state, LocalEngine(roles, encoder), mixture_of(ppo.data, prompts)
+    if session.step:  # what was cut before the run broke off
+        encoder.counts.clear()
+        encoder.counts.update(state["cut"])
     products, speed = products_of(roles, "policy"), product_rate(roles.model("policy").dtype, roles.device)
     with session, run.console.task("ppo", ppo.updates, unit="update", start=session.step) as task:
         while session.step < ppo.updates:
@@ -86,6 +89,7 @@ def train_online(
             if experience:
                 write_samples(session, experience)
             task.update(session.step, **shown(numbers))
+            state["cut"] = dict(encoder.counts)
             session.end_step(session.step == ppo.updates)
 
 

@@ -111,7 +111,7 @@ class Pipeline:
         if recipe.eval and self._reaches("eval"):
             held_out = rows.heldout_prompts
             self._stage("eval", {}, lambda s: eval_stage(self.run, s, start, policy, reward_folder, held_out))
-            summarise(self.run, self.results)
+            summarise(self.run, self.results, self.worked)
         elif self.worked and self.results:
             last = self.run.folder.stage(list(self.results)[-1])
             self.run.console.line(f"the stage {last.path.name} left its model in {last.model}", "green")

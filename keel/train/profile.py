@@ -83,7 +83,7 @@ def step_work(
     A prompt of several responses is needed once, but in the update, whose minibatches part them.
 
     sampled: what was generated. trained: the rows that experience was made of. passes: how often the update went over
-    them. learned_reward: a function costs no model FLOP.
+    them. learned_reward: a function passes no token through a model.
     """
     work: dict[str, Work] = {}
     flops = 0.0
@@ -93,9 +93,9 @@ def step_work(
         flops += products.forward(lengths, int(rollouts.lengths_B.sum()))
         flops -= products.forward(repeated, 0)
     work["generate"] = Work(sum(int(r.lengths_B.sum()) for r in sampled), flops)
-    tokens = sum(len(s) for r in sampled for s in r.sequences())
-    scored = sum(products.forward((len(s) for s in r.sequences()), 0) for r in sampled) if learned_reward else 0.0
-    work["score"] = Work(tokens, scored)
+    if learned_reward:
+        rows = [len(s) for r in sampled for s in r.sequences()]
+        work["score"] = Work(sum(rows), products.forward(rows, 0))
     if trained is None:
         return work
     lengths, unembedded = [len(s) for s in trained.sequences()], int(trained.lengths_B.sum())

@@ -293,16 +293,23 @@ def ppo_stage(
     assert before == after, "a frozen role has changed during online training"
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    if all(line.get("warming") for line in read_lines(stage.metrics)):
-        run.console.line(
-            f"the policy took no step: the critic's warm-up lasted for all {ppo.updates} updates; lower "
-            f"ppo.critic.warmup_cap ({ppo.critic.warmup_cap}), or raise ppo.updates",
-            "yellow",
-        )
+    _tell_warm_up(run, sum(bool(line.get("warming")) for line in read_lines(stage.metrics)))
     profile = profile_of(stage, recipe.model.dtype)
     if not recipe.eval:  # it else stands in the summary
         run.console.line(f"profile: {profile_sentence(profile)}")
     return {"frozen": after, "cut": dict(encoder.counts), "encoder": encoder.fingerprint(), "profile": profile}
+
+
+def _tell_warm_up(run: Run, warming: int) -> None:
+    """Says so where the policy had less than half of the updates to learn in."""
+    ppo = run.recipe.ppo
+    assert ppo
+    if 2 * warming > ppo.updates:
+        run.console.line(
+            f"the policy learned in {ppo.updates - warming or 'none'} of {ppo.updates} updates: in the others the "
+            f"critic was warming up; lower ppo.critic.warmup_cap ({ppo.critic.warmup_cap}), or raise ppo.updates",
+            "yellow",
+        )
 
 
 def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstration]) -> Callable[[int], float]:

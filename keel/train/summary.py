@@ -1,11 +1,13 @@
 """What a person is told at the end: a table, samples side by side, where things are; and summary.json."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.errors import RunError
 from keel.evaluate.curves import can_draw, draw_curves
-from keel.runs.files import write_json
+from keel.runs.files import read_json, write_json
 from keel.runs.resources import peak_rss_bytes
 from keel.train.context import Run, read_metrics
 from keel.train.profile import profile_sentence
@@ -82,9 +84,13 @@ def _of_training(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def summarise(run: Run, results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes summary.json and shows the table, the samples, and where to go from here."""
+def summarise(run: Run, results: Mapping[str, dict[str, Any]], worked: bool) -> None:
+    """Writes summary.json and shows the table, the samples, and where to go from here. worked: whether this process has
+    made any of it; else the peak memory that was noted stays."""
     summary, console, folder = summary_of(run, results), run.console, run.folder.path
+    if not worked:
+        with contextlib.suppress(RunError):  # no summary, or a damaged one
+            summary["peak_rss_bytes"] = read_json(folder / SUMMARY).get("peak_rss_bytes", summary["peak_rss_bytes"])
     write_json(folder / SUMMARY, summary)
     console.rule("summary")
     console.table(
@@ -122,7 +128,8 @@ def _rows(s: Mapping[str, Any]) -> list[list[str]]:
         rows.append(["win rate", "", f"{s['win_rate']:.1%}", f"against before; 95 % interval {low:.1%} to {high:.1%}"])
     if "kl_per_response" in s:
         target = f"target {s['kl_target']:.1f}" if s["kl_target"] else ""
-        rows.append(["KL, nats/response", "0.00", f"{s['kl_per_response']:.2f}", target])
+        shown = round(s["kl_per_response"], 2) + 0.0  # no -0.00
+        rows.append(["KL, nats/response", "0.00", f"{shown:.2f}", target])
     demonstrations = f"demonstrations {s['length_demonstrations']:.1f}" if "length_demonstrations" in s else ""
     rows.append(["length, tokens", *pair("length"), demonstrations])
     rows.append(["ended by itself", f"{s['eos_rate_sft']:.1%}", f"{s['eos_rate']:.1%}" if "eos_rate" in s else "", ""])

@@ -159,6 +159,15 @@ def test_values_of_every_shape():
 def test_no_message_repeats_a_credential(capsys):
     code, _, err = told(capsys, "show", QUICKSTART, "--ppo.scoring.token-env", "s3cret-token")
     assert code == 2 and "--ppo.scoring.token-env" in err and "s3cret" not in err
+    for address in ("http://user:s3cret@host:1/x", "https://host/x?key=s3cret", "https://host#s3cret"):
+        code, _, err = told(capsys, "show", "recipes/smollm2-sentiment.yaml", "--ppo.reward", address)
+        assert code == 2 and "--ppo.reward" in err and "://" in err and "s3cret" not in err, err
+
+
+def test_what_a_list_holds_is_said(capsys):
+    _, _, err = told(capsys, "show", "recipes/smollm2-sentiment.yaml", "--ppo.data.weights", "0", "1")
+    assert "--ppo.data.weights.0: it should be greater than 0, not 0" in err
+    assert "remedy: give one or more numbers in that range" in err
 
 
 @pytest.mark.parametrize("place", ["recipes", "/dev/null"])
@@ -192,4 +201,4 @@ def test_help_lists_every_setting_with_its_value(capsys):
     assert "  --ppo.kl.controller fixed|adaptive  (now adaptive)" in out
     assert "  --preference...: not there; to have it, write `preference:` into the recipe" in out
     _, out, _ = told(capsys, "classic", "CartPole-v1", "--help")
-    assert "  --algorithm ppo|trpo|reinforce  (now ppo)" in out and "  --hidden VALUE ...  (now 64 64)" in out
+    assert "  --algorithm ppo|trpo|reinforce  (now ppo)" in out and "  --hidden INTEGER ...  (now 64 64)" in out

@@ -220,11 +220,23 @@ class TestPrompts:
             ({"prompt": "ask", "input": "not Alpaca's"}, [U], {"input": "not Alpaca's"}),
             ({"instruction": "ask", "input": "it", "output": "x"}, [turn("user", "ask\n\nit")], {"output": "x"}),
             ({"question": "ask", "answer": "#### 7"}, [U], {"answer": "#### 7"}),
+            ({"messages": [*EARLIER, R], "id": 7}, EARLIER, {"id": 7}),
+            ({"messages": EARLIER}, EARLIER, {}),
+            ({"conversations": [U], "chosen": R, "rejected": R}, [U], {"chosen": R, "rejected": R}),
+            ({"chosen": [*EARLIER, R], "rejected": [*EARLIER, U | R]}, EARLIER, {}),
+            ({"chosen": "\n\nHuman: ask\n\nAssistant: a", "rejected": "\n\nHuman: ask\n\nAssistant: b"}, [U], {}),
         ],
     )
     def test_shapes(self, write: Write, row, turns, columns):
         path = write([row])
         assert read_prompts(path).records == [prompt(*turns, source=f"{path}:1", **columns)]
+
+    @pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.gz", "rows.csv", "rows.tsv"])
+    def test_json_under_another_name_is_told(self, write: Write, name):
+        path = write(b'{"prompt": "ask", "id": 7}\n{"prompt": "more"}\n', name)
+        with pytest.raises(DataError, match="The first line is JSON") as caught:
+            read_prompts(path)
+        assert caught.value.where == path and "name it .jsonl" in caught.value.remedy
 
     def test_lines_of_text(self, write: Write):
         path = write(b"one two three \n\n  \r\nfour five\r\nsix", "lines.pos")

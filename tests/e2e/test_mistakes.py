@@ -79,7 +79,7 @@ def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512
         ({"model": "no-eos"}, ["no end token", "no-eos", "eos_token"]),
         ({"rollouts": 64}, ["an update takes 64 prompts", "only 36", "lower ppo.rollouts"]),
         ({"polcy": {}}, ["ppo.polcy: there is no such setting", "recipe.yaml", "did you mean policy?"]),
-        ({"reward": "fn.py:raises"}, ["raised ValueError: boom", "fn.py:raises", "rows.jsonl:"]),
+        ({"reward": "fn.py:raises"}, ["raised ValueError: boom (", "fn.py:3)", "fn.py:raises", "rows.jsonl:"]),
         ({"reward": "fn.py:none"}, ["is NoneType, not a number", "fn.py:none", "one float"]),
         ({"reward": "fn.py:leaves"}, ["raised SystemExit", "fn.py:leaves", "rows.jsonl:"]),
         ({"reward": "fn.py:huge"}, ["not a finite number", "fn.py:huge"]),
@@ -102,7 +102,7 @@ def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512
             {"reward": "fn.py:gone"},
             ["no function 'gone'", "anything, dumb, foreign, good, huge, leaves, nan, none, raises, rewrites, stars"],
         ),
-        ({"reward": "gone.py:f"}, ["cannot be imported", "gone.py:f", "remedy"]),
+        ({"reward": "gone.py:f"}, ["there is no file gone.py", "ppo.reward", "paths start from"]),
     ],
 )
 def test_one_clear_message_and_the_corrected_recipe_runs(place, capsys, mistake, told):
@@ -163,10 +163,10 @@ def test_a_finished_model_that_was_changed_is_not_used(place, capsys):
     assert run() == 0
 
 
-def chat(capsys) -> tuple[int, str]:
+def chat(capsys, folder: str = "runs/x") -> tuple[int, str]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        cli.main(["chat", "runs/x"])
+        cli.main(["chat", folder])
     captured = capsys.readouterr()
     return int(ended.value.code or 0), captured.out + captured.err
 
@@ -195,9 +195,33 @@ def test_chat_tells_what_is_wrong_with_a_run(place, capsys, monkeypatch):
     assert code == 2 and "no trained model yet" in told and "finish it with keel run" in told
 
 
+def test_chat_after_sft_alone_and_after_a_reward_model_alone(place, capsys, monkeypatch):
+    Path("demos.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 12)
+    Path("pairs.jsonl").write_text("".join(f'{{"prompt": "{i}", "chosen": "b", "rejected": "c"}}\n' for i in range(12)))
+    fitted = {"batch": 4, "held_out": 4}
+    for stage, file, more in (("sft", "demos.jsonl", {}), ("reward", "pairs.jsonl", {"normalise_samples": 4})):
+        recipe = {"name": stage, "model": {"path": "model", "max_response_tokens": 8}}
+        Path("r.yaml").write_text(yaml.safe_dump({**recipe, stage: {**fitted, **more, "data": {"path": [file]}}}))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["run", "r.yaml"])
+        assert not ended.value.code
+    monkeypatch.setattr("sys.stdin", io.StringIO("Where is it?\n"))
+    code, told = chat(capsys, "runs/sft")
+    assert code == 0 and "> Where is it?\nbefore" in told and "\nafter" in told
+    code, told = chat(capsys, "runs/reward")
+    assert code == 2 and "only a reward model" in told and "sft, preference and ppo" in told
+
+
+def test_what_is_not_there_is_told_before_torch_is_loaded(place, capsys):
+    for data, reward in (("nowhere.jsonl", "fn.py:good"), ("rows.jsonl", "gone.py:score")):
+        assert run(data=data, reward=reward) == 2
+        streams = capsys.readouterr()
+        assert "loading torch" not in streams.out and "paths start from" in streams.err.lower()
+
+
 def test_a_run_whose_policy_took_no_step_says_so(place, capsys):
     assert run(reward="fn.py:good", critic={"warmup_cap": 1}) == 0
-    assert "the policy took no step" in capsys.readouterr().out
+    assert "the policy learned in none of 1 updates" in capsys.readouterr().out
     shutil.rmtree("runs")
     assert run(reward="fn.py:good", critic={"warmup_cap": 0}) == 0
     assert "the policy took no step" not in capsys.readouterr().out

@@ -52,6 +52,27 @@ def keel(*arguments: str) -> int:
 CALLED = ("--ppo.reward", "fn.py:score")
 
 
+def test_what_was_cut_before_the_stop_is_counted(place):
+    """Six prompts an update for four updates, each cut: as many in the run that was stopped."""
+    limit = ("--model.max-prompt-tokens", "4")
+    assert keel("run", "recipe.yaml", "--name", "whole", *limit) == 0
+    Path("stop").touch()
+    assert keel("run", "recipe.yaml", *limit) == 143
+    assert keel("run", "recipe.yaml", *limit) == 0
+    cut = [json.loads(Path(f"runs/{name}/ppo/done.json").read_text())["result"]["cut"] for name in ("whole", "x")]
+    assert cut[0] == cut[1] == {"prompts cut": 24}
+
+
+def test_a_finished_run_keeps_the_peak_memory_of_the_process_that_did_the_work(place):
+    recipe = yaml.safe_load(Path("recipe.yaml").read_text())
+    Path("recipe.yaml").write_text(yaml.safe_dump({**recipe, "eval": {"prompts": 2}}))
+    assert keel("run", "recipe.yaml") == 0
+    file = Path("runs/x/summary.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peak_rss_bytes": 1}))
+    assert keel("run", "recipe.yaml") == 0
+    assert json.loads(file.read_text())["peak_rss_bytes"] == 1
+
+
 def test_a_run_goes_on_by_its_folder_and_says_when_it_is_finished(place, capsys):
     Path("stop").touch()
     assert keel("run", "recipe.yaml") == 143  # SIGTERM in the first update

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keel.errors import RewardError
-from keel.evaluate.compare import compare_scores, kl_per_response, mean_of, win_rate
+from keel.evaluate.compare import compare_scores, distance, kl_per_response, mean_of, win_rate
 from keel.evaluate.curves import draw_curves
 from keel.evaluate.intervals import clustered_share, mean_interval, t_quantile, wilson
 
@@ -74,6 +74,15 @@ def test_one_score_has_no_interval():
 def test_kl_sums_the_log_ratio_over_each_response_and_nothing_else():
     policy, reference = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -3.0, 0.0]])
     assert kl_per_response(policy, reference, torch.tensor([[True, True, False]])) == [pytest.approx(1.5)]
+
+
+def test_distance_by_hand():
+    """KL per response 1.5 and 0.5, so a mean of 1 with sd 0.7071; entropy over three tokens, the fourth is padding."""
+    policy, reference = torch.tensor([[-1.0, -2.0], [-1.0, 7.0]]), torch.tensor([[-1.5, -3.0], [-1.5, 0.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    found = distance(policy, reference, torch.tensor([[1.0, 2.0], [3.0, 9.0]]), mask)
+    assert (found["kl_per_response"], found["entropy_per_token"]) == (1.0, 2.0)
+    assert found["kl_interval"] == (pytest.approx(1 - 6.3531, abs=1e-3), pytest.approx(1 + 6.3531, abs=1e-3))
 
 
 def test_the_picture_is_a_png_with_panels_for_what_is_there(tmp_path):

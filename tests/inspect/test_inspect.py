@@ -46,10 +46,10 @@ class TestKinds:
         ("row", "kind", "also"),
         [
             (pair("a", "b", "c"), "preference pair", ["thumb", "prompt"]),
-            ({"chosen": [U], "rejected": [U]}, "preference pair", ["thumb"]),
+            ({"chosen": [U], "rejected": [U]}, "preference pair", ["thumb", "prompt"]),
             ({"prompt": "a", "ranking": ["b", "c"]}, "preference pair", ["thumb", "prompt"]),
-            ({"messages": [U], "label": True}, "thumb", ["demonstration"]),
-            ({"conversations": [U]}, "demonstration", []),
+            ({"messages": [U], "label": True}, "thumb", ["demonstration", "prompt"]),
+            ({"conversations": [U]}, "demonstration", ["prompt"]),
             ({"instruction": "a", "output": "b"}, "demonstration", ["prompt"]),
             ({"question": "a", "answer": "b"}, "prompt", []),
         ],

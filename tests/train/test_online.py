@@ -26,6 +26,8 @@ from keel.train.learner import Learner, first_state
 from keel.train.online import still_warming, train_online
 from keel.train.optim import make_optimizer, set_rate
 from keel.train.update import accumulate, update
+from keel.train.watching import rollout_metrics
+from keel.types import Rollouts
 from tests.tiny import backbone, encoder_of, prompts
 
 BACKBONES = ["shared", "separate"]
@@ -227,6 +229,32 @@ def test_an_update_that_ends_early_tells_means_over_the_steps_it_took(tiny_model
     found = update(learner, experience, 0, first_state(recipe.ppo), optimizers)
     assert found["steps_taken"] == pytest.approx(1 / 3)
     assert found["value_loss"] == pytest.approx(first["value_loss"], rel=1e-5)
+
+
+def test_metrics_of_rollouts_by_hand():
+    """Rows of 3, 1, 2 and 2 tokens, the second cut, the third without a score, the last two alike."""
+    asked = prompts(2)
+    rollouts = Rollouts(
+        [asked[0], asked[0], asked[1], asked[1]],
+        [(5,)] * 4,
+        torch.zeros(4, 3, dtype=torch.long),
+        torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None],
+        torch.zeros(4, 3),
+        ["stop", "length", "stop", "stop"],
+        ["a", "b", "c", "c"],
+        0,
+    )
+    gold = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    found = rollout_metrics(rollouts, torch.tensor([4.0, 4.0, math.nan, 7.0]), lambda _: gold, 2)
+    assert found == {
+        "score": 5.0,
+        "score_sd": pytest.approx(math.sqrt(2)),
+        "length": 2.0,
+        "eos_rate": 0.75,
+        "distinct": 0.75,
+        "equal_groups": 1.0,  # of the one group that has two scores
+        "gold": 3.0,
+    }
 
 
 def test_the_warm_up_ends_when_the_critic_explains_enough_or_at_its_cap():
