@@ -13,6 +13,7 @@ from keel.models.roles import exact_kl_BT, logprobs_BT, values_BT
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
 from keel.runs.log import read_lines
+from keel.train.choices import Before, Now, advantages, policy_objective
 from keel.train.experience import kept_rows, make_experience
 from keel.train.learner import first_state
 from keel.train.optim import make_optimizer
@@ -29,6 +30,64 @@ def free(advantage: str, **ppo):
     recipe = recipe_of(**{"advantage": advantage, "responses_per_prompt": 4, "critic": {}, **ppo})
     assert recipe.ppo and not recipe.ppo.has_critic
     return recipe
+
+
+GROUPED_BY_TWO = {
+    "reinforce": [1, 2, 3, 6],
+    "reinforce_baseline": [-2, -1, 0, 3],
+    "reinforce_plus_plus": [-0.92582, -0.46291, 0, 1.38873],  # by the sd of all, sqrt(14 / 3)
+    "reinforce_plus_plus_baseline": [-0.38730, 0.38730, -1.16190, 1.16190],  # less the group's mean, by sqrt(5 / 3)
+    "rloo": [-1, 1, -3, 3],
+    "remax": [0, 1, 1, 4],
+    "grpo": [-0.70711, 0.70711, -0.70711, 0.70711],
+    "dr_grpo": [-0.5, 0.5, -1.5, 1.5],
+}
+"""Four responses of one token that scored 1, 2, 3 and 6, two to each prompt, whose likeliest ones scored 1 and 2."""
+
+
+@pytest.mark.parametrize("name", CRITIC_FREE)
+def test_each_advantage_is_its_own_by_hand(name):
+    ppo = free(name).ppo
+    assert ppo
+    scores, groups, greedy = torch.tensor([[1.0], [2], [3], [6]]), torch.tensor([0, 0, 1, 1]), [1.0, 1, 2, 2]
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    found, returns = advantages(ppo, scores, mask, None, None, groups, torch.tensor(greedy))
+    assert returns is None
+    torch.testing.assert_close(found[:, 0], torch.tensor(GROUPED_BY_TWO[name]).float(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss"),
+    [
+        ({"clip": 0.2}, -(2.4 - 0.8) / 2),
+        ({"clip": 0.2, "clip_high": 0.28}, -(2.56 - 0.8) / 2),
+        ({"clip": 0.2, "entropy_bonus": 0.1}, -(2.4 - 0.8) / 2 - 0.1 * 2),
+        ({"clip": 0.2, "importance_cap": 2.0}, -(2 * 2.4 - 0.8) / 2),  # the first token's weight is 4, cut to 2
+        ({"loss": "gspo", "clip": 0.2}, -(2 - 1) / 2),  # the sequence's ratio is the geometric mean, 1
+        ({"loss": "cispo", "clip": 0.2, "clip_high": 0.2}, -(1.2 * 2 * -1 + 0.8 * -1 * -4) / 2),
+        ({"loss": "kl_penalty"}, -(4 - 0.5) / 2 + 3 * 0.5 / 2),  # k3: 2 - 1 - ln 2 and 1/2 - 1 + ln 2
+        ({"loss": "policy_gradient"}, -(2 * -1 + -1 * -4) / 2),
+    ],
+    ids=str,
+)
+def test_each_policy_loss_is_its_own_by_hand(policy, loss):
+    """Two tokens with ratios 2 and 1/2, advantages 2 and -1, log-probabilities -1 and -4, entropies 1 and 3."""
+    ppo = recipe_of(policy={"learning_rate": 1e-3, **policy}, minibatches=1).ppo
+    assert ppo
+    now, step = torch.tensor([[-1.0, -4.0]]), math.log(2)
+    before = now - torch.tensor([[step, -step]])
+    old = Before(
+        torch.ones(1, 2, dtype=torch.bool),
+        before,
+        before - torch.tensor([[2 * step, 0.0]]),
+        before,
+        torch.tensor([[2.0, -1.0]]),
+        None,
+        None,
+    )
+    state = {"old_kl_penalty": 3.0, "kl_coefficient": 0.0}
+    found, _ = policy_objective(ppo, Now(now, torch.tensor([[1.0, 3.0]]), None), old, torch.tensor([[2.0]]), state)
+    assert found.item() == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.parametrize("advantage", CRITIC_FREE)
