@@ -157,8 +157,14 @@ def test_a_margin_reaches_the_reward_models_loss(files, capsys):
     ("changed", "told"),
     [
         ({"data": {"path": ["thumbs.jsonl"]}}, ["A preference pair has", "thumbs.jsonl:1"]),
-        ({"batch": 64}, ["40 preference pairs leave 28 prompts", "less than a batch of 64", "preference.batch"]),
-        ({"loss": "kto", "batch": 80}, ["80 thumbs leave 68 of them to train on, less than a batch of 80"]),
+        (
+            {"batch": 64},
+            ["40 preference pairs leave 28 prompts", "once 12 are held out", "a batch of 64", "preference.batch"],
+        ),
+        (
+            {"loss": "kto", "batch": 80},
+            ["80 thumbs leave 68 of them to train on once 12 are held out, less than a batch of 80"],
+        ),
         ({"held_out": 2}, ["eval.prompts is 5", "have 2 prompts", "raise preference.held_out"]),
     ],
 )
