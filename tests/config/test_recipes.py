@@ -1,5 +1,6 @@
 """Recipes: every shipped one parses; misspelt, inert and contradictory settings are refused with the reason."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from keel import recipe as recipes
 from keel.errors import ConfigError
+from keel.runs.folder import RunFolder
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 SHIPPED = sorted(FOLDER.glob("*.yaml"))
@@ -280,3 +282,16 @@ def test_help_and_refusals_come_before_torch(arguments):
     assert done.stderr.strip().endswith("False") and "Traceback" not in done.stderr
     if "--ppo.policy.clp" in arguments:
         assert "did you mean --ppo.policy.clip?" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["run", "recipes/quickstart.yaml"], ["classic", "CartPole-v1"]])
+def test_a_busy_folder_is_refused_before_torch_and_left_as_it_is(arguments, tmp_path):
+    def there() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    with RunFolder.open(tmp_path, "busy"):
+        before = there()
+        done = keel(*arguments, "--root", str(tmp_path), "--name", "busy")
+        assert there() == before
+    assert done.returncode == 2 and f"keel: the run is in use by process {os.getpid()} on" in done.stderr
+    assert done.stderr.strip().endswith("False") and "loading" not in done.stdout
