@@ -189,9 +189,9 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], told: st
         ({"env": "KeelPair-v0"}, "the actions of KeelPair-v0 are MultiDiscrete"),
     ],
 )
-def test_settings_that_do_not_fit_the_task_are_refused(place: Path, settings: dict[str, Any], told: str):
+def test_settings_that_do_not_fit_the_task_are_refused(place: Path, settings: Any, told: str):
     with pytest.raises(ConfigError, match=told):
-        train(**{"env": "CartPole-v1"} | settings)
+        train(**{"env": "CartPole-v1", **settings})
     assert not Path("runs").exists()
 
 
