@@ -31,6 +31,13 @@ class ChatFlags(Section):
     """Of sampling; 0 takes the likeliest token. Null: as in training."""
 
 
+class ExportFlags(Section):
+    """What `keel export` takes beside run and folder."""
+
+    best: bool = False
+    """The best checkpoint by the stage's keep_best, not the newest."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs a command and exits: 0 well, 2 a mistake of the user's, 3 a number that is not finite, 130 stopped by
     Ctrl-C, 143 by SIGTERM."""
@@ -79,6 +86,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "plan": _plan,
         "inspect": _inspect,
         "chat": _chat,
+        "export": _export,
         "classic": _classic,
         **{stage: (lambda rest, console, stage=stage: _run(rest, console, stage)) for stage in STAGES},
     }
@@ -112,8 +120,8 @@ def _help(command: str, rest: list[str], console: Console) -> None:
             from keel.inspect.command import Flags
 
             lines = settings.help_lines(Flags, {})
-        elif command == "chat":
-            lines = settings.help_lines(ChatFlags, {})
+        elif command in ("chat", "export"):
+            lines = settings.help_lines(ChatFlags if command == "chat" else ExportFlags, {})
     for line in lines:
         console.line(line)
 
@@ -241,6 +249,19 @@ def _chat(arguments: list[str], console: Console) -> None:
             console.line(f"> {text}", "dim")
         for name, answer in chat.answer(text).items():
             console.line(f"{name:<7} {answer}", "green" if name == "after" else "")
+
+
+def _export(arguments: list[str], console: Console) -> None:
+    if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
+        raise ConfigError("keel export needs a run folder and a new folder", remedy="keel export runs/mine my-model")
+    from keel import settings
+
+    folder, out, *rest = arguments
+    flags = settings.change(ExportFlags, {}, rest, f"keel export {folder}")
+    console.line("loading torch and transformers ...", "dim")
+    from keel.train.export import export_checkpoint
+
+    export_checkpoint(folder, out, flags.best, console, shlex.join(["keel", "export", *arguments]))
 
 
 def _classic(arguments: list[str], console: Console) -> None:
