@@ -267,7 +267,7 @@ def test_a_pipe_is_refused_and_does_not_hang(tmp_path: Path):
 
 
 def test_every_file_of_the_shared_folder_reads_as_it_is(shared: Path):
-    """By one of the readers; how many rows of each is in test_formats.py."""
+    """By one of the readers; how many rows of each is in test_real_files.py."""
     readers = {
         "alpaca_en_demo.json": read_demonstrations,
         "alpaca_eval_pairs.jsonl.gz": read_preferences,
