@@ -49,7 +49,8 @@ def encode_rows(
     store = _Store(run, stage, encoder, {**made_from, "count": count})
     if found := store.load(codec):
         run.console.line(f"the encoded rows of {stage} are taken from {store.rows}")
-        return found
+        encoder.counts.update(found[1])
+        return found[0]
     before = encoder.counts.copy()
     rows = Spool(codec, run.folder.path)
     with run.console.task(f"encoding rows of {stage}", count, unit="row") as task:
@@ -62,7 +63,8 @@ def encode_rows(
     if not rows.on_disk or not store.save(rows, encoder.counts - before):
         return rows
     run.console.line(f"the encoded rows of {stage} are kept in {store.rows} for a later start")
-    return store.load(codec) or rows
+    kept = store.load(codec)  # the room of `rows` is free then
+    return kept[0] if kept else rows
 
 
 def made_of(sha256: str, source: SourceConfig | None, rows: Sequence[int], **options: Any) -> dict[str, Any]:
@@ -82,12 +84,13 @@ class _Store:
     def __init__(self, run: Run, stage: str, encoder: Encoder, made_from: Mapping[str, Any]):
         folder = run.folder.path / FOLDER
         self.rows, self.manifest = folder / f"{stage}.rows", folder / f"{stage}.json"
-        self.console, self.stage, self.cut = run.console, stage, encoder.counts
+        self.console, self.stage = run.console, stage
         own = {"encoder": encoder.fingerprint(), "format": FORMAT, "bytes": sys.byteorder, "versions": versions()}
         self.key = _digest({**made_from, **own})
 
-    def load(self, codec: Codec[T]) -> Spool[T] | None:
-        """The rows, where they are there and whole and would be the same now; otherwise what is there is removed."""
+    def load(self, codec: Codec[T]) -> tuple[Spool[T], dict[str, int]] | None:
+        """The rows and what the encoder counted, where they are whole and would be the same now; otherwise what is there
+        is removed."""
         if not self.rows.exists() and not self.manifest.exists():
             return None
         try:
@@ -102,8 +105,7 @@ class _Store:
             self.console.line(f"{self.rows} is not used, its rows are encoded anew: {reason}", "yellow")
             self.discard()
             return None
-        self.cut.update(manifest["cut"])
-        return rows
+        return rows, manifest["cut"]
 
     def save(self, rows: Spool[Any], cut: Mapping[str, int]) -> bool:
         """Keeps the rows; cut: what the encoder counted. Where that fails it is said, and the run goes on without."""
