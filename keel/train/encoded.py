@@ -89,8 +89,8 @@ class _Store:
         self.key = _digest({**made_from, **own})
 
     def load(self, codec: Codec[T]) -> tuple[Spool[T], dict[str, int]] | None:
-        """The rows and what the encoder counted, where they are whole and would be the same now; otherwise what is there
-        is removed."""
+        """The rows and what the encoder counted, where they are whole and would be the same now; otherwise what is
+        there is removed."""
         if not self.rows.exists() and not self.manifest.exists():
             return None
         try:

@@ -73,7 +73,7 @@ def test_the_file_has_no_name_and_its_room_is_free_again_at_once(tmp_path: Path,
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(spool, "HELD", 0)
-    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: open("/dev/full", "wb", buffering))
+    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: Path("/dev/full").open("wb", buffering))
     with pytest.raises(RunError, match="could not be put on disk: " + os.strerror(errno.ENOSPC)) as caught:
         Spool(TEXTS, tmp_path).append("abc")
     assert caught.value.where == str(tmp_path) and "make room" in caught.value.remedy

@@ -203,7 +203,7 @@ def test_a_full_disk_while_reading_is_told_before_anything_is_trained(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spool, "HELD", 0)
-    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: open("/dev/full", "wb", buffering))
+    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: Path("/dev/full").open("wb", buffering))
     assert keel("run", write("x", sft=data("said"))) == 2
     told = capsys.readouterr().err
     assert "could not be put on disk: No space left on device" in told and "make room there" in told
