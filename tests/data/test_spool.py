@@ -5,8 +5,8 @@ import os
 import random
 from array import array
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,8 +35,8 @@ def test_each_is_made_when_it_is_asked_for():
     asked: list[int] = []
     squares = Each(5, lambda place: asked.append(place) or place * place)
     assert len(squares) == 5 and asked == []
-    assert squares[3] == 9 and squares[-1] == 16 and squares[1:4] == [1, 4, 9] and squares[np.int64(2)] == 4
-    assert asked == [3, 4, 1, 2, 3, 2]
+    assert squares[3] == 9 and squares[-1] == 16 and squares[1:4] == [1, 4, 9]
+    assert asked == [3, 4, 1, 2, 3]
     assert list(squares) == [0, 1, 4, 9, 16] and 9 in squares and squares[::-2] == [16, 4, 0]
     for place in (5, -6):
         with pytest.raises(IndexError):
@@ -70,10 +70,15 @@ def test_the_file_has_no_name_and_its_room_is_free_again_at_once(tmp_path: Path,
         os.fstat(number)
 
 
+def full(dir: Path, buffering: int) -> Any:
+    """Stands in for a new file: the disk is full."""
+    return open("/dev/full", "wb", buffering)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(spool, "HELD", 0)
-    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: Path("/dev/full").open("wb", buffering))
+    monkeypatch.setattr(spool.tempfile, "TemporaryFile", full)
     with pytest.raises(RunError, match="could not be put on disk: " + os.strerror(errno.ENOSPC)) as caught:
         Spool(TEXTS, tmp_path).append("abc")
     assert caught.value.where == str(tmp_path) and "make room" in caught.value.remedy

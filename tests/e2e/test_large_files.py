@@ -199,11 +199,16 @@ def test_rows_that_cannot_be_kept_are_told_and_trained_on(
     assert Path("runs/x/sft/model").is_dir() and Path("runs/x/encoded").read_text() == ""
 
 
+def full(dir: Path, buffering: int) -> Any:
+    """Stands in for a new file: the disk is full."""
+    return open("/dev/full", "wb", buffering)
+
+
 def test_a_full_disk_while_reading_is_told_before_anything_is_trained(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spool, "HELD", 0)
-    monkeypatch.setattr(spool.tempfile, "TemporaryFile", lambda dir, buffering: Path("/dev/full").open("wb", buffering))
+    monkeypatch.setattr(spool.tempfile, "TemporaryFile", full)
     assert keel("run", write("x", sft=data("said"))) == 2
     told = capsys.readouterr().err
     assert "could not be put on disk: No space left on device" in told and "make room there" in told

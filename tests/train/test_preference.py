@@ -20,6 +20,7 @@ from keel.runs.console import Console
 from keel.runs.folder import RunFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import read_lines
+from keel.train import preference
 from keel.train.context import Run
 from keel.train.preference import (
     REFERENCE_FREE,
@@ -27,6 +28,7 @@ from keel.train.preference import (
     Pairs,
     Thumbs,
     chance_above,
+    in_a_row,
     judged,
     measured_B,
     pair_pass,
@@ -287,3 +289,17 @@ def test_a_step_on_real_rows(loss, read, name, shared, tiny_model, tmp_path):
     stage, found = run_stage(tmp_path, "separate", tiny_model, loss, few, epochs=1)
     assert all(line["loss"] > 0 for line in read_lines(stage.metrics))
     assert found["cut"]["responses cut"] > 0 and 0 <= found["heldout_accuracy"] <= 1
+
+
+def test_many_responses_are_measured_part_by_part(tiny_model, monkeypatch):
+    """Four at a time, as they are all at once; and a group's responses stand where its sequences do."""
+    roles = backbone("separate", tiny_model, ("policy",), ("policy",))
+    groups = comparisons(5)
+    flat = [s for group in groups for s in group.sequences]
+    assert list(in_a_row(groups)) == flat
+    whole, told = measured_B(roles, flat, 0, 4000), []
+    monkeypatch.setattr(preference, "MEASURED_TOGETHER", 4)
+    torch.testing.assert_close(measured_B(roles, in_a_row(groups), 0, 4000, told.append), whole, atol=1e-5, rtol=1e-5)
+    assert told[-1] == 15 and len(told) >= 4 and told == sorted(told)
+    pairs = Pairs.of(groups, whole)
+    assert torch.equal(torch.cat(list(pairs.references)), whole) and torch.equal(pairs.references[2], whole[6:9])
