@@ -115,7 +115,7 @@ class Spool(_Lazy[T]):
             raise RunError(
                 f"rows that are too many for memory could not be put on disk: {error.strerror or error}",
                 where=str(self.folder),
-                remedy="make room there: about twice the size of the unpacked data is needed while the run lasts",
+                remedy="make room there; while the run lasts, several times the unpacked size of the data is needed",
             ) from error
         self._written += len(self._newest)
         self._newest = bytearray()
