@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
-from keel.algo.precision import emulated
-
-BLOCK = 8192
-"""Rows of a weight that are held in another dtype at a time (18 MiB of float32 at a width of 576)."""
+from keel.algo.precision import BLOCK, emulated, project
 
 
 def token_logprobs(
@@ -102,7 +98,7 @@ def _chunks(rows: int, chunk: int) -> Iterator[slice]:
 def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     # Forward and backward must see the same logits; backward runs outside of any autocast, so forward does too.
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        logits_NV = linear(hidden_NH, weight_VH, bias_V).float()
+        logits_NV = project(hidden_NH, weight_VH, bias_V).float()
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 

@@ -4,6 +4,10 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+BLOCK = 8192
+"""Rows of a weight that are held in another dtype at a time (18 MiB of float32 at a width of 576)."""
 
 
 @functools.cache
@@ -20,6 +24,17 @@ def emulated(weight: Tensor) -> bool:
     processor that has none for it at all. torch then takes ten times what float32 takes, so that a copy of the weight,
     made in parts, costs less."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
+
+
+def project(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """x W^T + bias of a weight with very many rows, the vocabulary's: [N, V], in float32 where the weight's dtype is
+    emulated, else in the dtype of both."""
+    if not emulated(weight_VH):
+        return linear(x_NH, weight_VH, bias_V)
+    out_NV, wide_NH = x_NH.new_empty(len(x_NH), len(weight_VH), dtype=torch.float32), x_NH.float()
+    for part_NV, block_VH in zip(out_NV.split(BLOCK, 1), weight_VH.split(BLOCK), strict=True):
+        torch.mm(wide_NH, block_VH.float().T, out=part_NV)
+    return out_NV if bias_V is None else out_NV.add_(bias_V)
 
 
 @functools.cache
