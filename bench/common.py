@@ -142,7 +142,7 @@ def run(
             while enough and not enough() and _runs(process.pid):
                 time.sleep(0.1)
             if enough:
-                process.send_signal(signal.SIGTERM)
+                os.kill(process.pid, signal.SIGTERM)  # send_signal would wait for one that has ended
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             process.kill()
