@@ -153,6 +153,8 @@ def test_a_rerun_with_another_rate_takes_them_and_one_with_another_limit_does_no
         ("--sft.data.path", "said.jsonl"),
     ]
     for flags in others:
+        assert keel("run", recipe, "--overwrite") == 0
+        capsys.readouterr()
         assert keel("run", recipe, "--overwrite", *flags) == 0
         told = capsys.readouterr().out
         assert "encoded anew: it is of other data, or of another tokenizer" in told and "are kept in" in told, flags
