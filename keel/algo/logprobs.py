@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.algo.precision import BLOCK, emulated, project
+from keel.algo.precision import emulated, float_blocks, project
 
 
 def token_logprobs(
@@ -125,8 +125,10 @@ def _input_gradients(
             grad_bias_V += slope_NV.sum(0)
         if emulated(weight_VH):
             if grad_hidden_NH is not None:
-                blocks = zip(slope_NV.split(BLOCK, 1), weight_VH.split(BLOCK), strict=True)
-                grad_hidden_NH[rows] = sum(part @ block.float() for part, block in blocks)
+                sum_NH = slope_NV.new_zeros(len(slope_NV), weight_VH.shape[1])
+                for columns, block in float_blocks(weight_VH):
+                    sum_NH.addmm_(slope_NV[:, columns], block)
+                grad_hidden_NH[rows] = sum_NH
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(slope_NV.T, hidden_NH[rows].float())
             continue

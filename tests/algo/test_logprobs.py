@@ -105,8 +105,7 @@ def test_only_what_requires_a_gradient_gets_one(inputs, trained, output):
 def unit(request, monkeypatch):
     """Whether the processor has instructions for bfloat16; without, blocks of the weight are multiplied in float32."""
     monkeypatch.setattr("keel.algo.precision._has_bfloat16", lambda: request.param)
-    for module in ("precision", "logprobs"):
-        monkeypatch.setattr(f"keel.algo.{module}.BLOCK", 5)
+    monkeypatch.setattr("keel.algo.precision.BLOCK", 5)
     return request.param
 
 
