@@ -14,7 +14,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +64,7 @@ class FunctionReward:
                 remedy=f"name what it reads: def score(response): return ...; there are {', '.join(GIVEN)} and columns",
             )
 
-    def check_columns(self, prompts: Sequence[Prompt]) -> None:
+    def check_columns(self, prompts: Iterable[Prompt]) -> None:
         """Raises RewardError where the function needs an argument that is neither always given nor a column of every
         prompt."""
         for prompt in prompts:

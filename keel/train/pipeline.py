@@ -1,6 +1,7 @@
 """A whole run: stages in order, each skipped when finished with the same inputs, resumed when half done."""
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -82,9 +83,9 @@ class Pipeline:
         source = reward_named(recipe.ppo) if recipe.ppo and recipe.ppo.reward != "model" else None
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
-        rows = read_inputs(recipe, data, self.run.console)
+        rows = read_inputs(recipe, data, self.run.console, self.run.folder.path)
         if isinstance(source, FunctionReward):
-            source.check_columns([*rows.train_prompts, *rows.heldout_prompts])
+            source.check_columns(itertools.chain(rows.train_prompts, rows.heldout_prompts))
         self.counts = rows.counts()
         start = base = base or self._base()
         if rows.demonstrations:
