@@ -41,25 +41,25 @@ UNIMPORTANT = {
 
 
 def run_recipe(
-    recipe: Recipe, console: Console, command: str, only: str | None = None, overwrite: bool = False
-) -> Path:
-    """Runs the recipe's stages (or one of them, on what is there) and returns the run folder.
+    recipe: Recipe,
+    folder: RunFolder,
+    console: Console,
+    command: str,
+    only: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Runs the recipe's stages (or one of them, on what is there) in a folder that is open.
 
     Raises:
         KeelError: with what is wrong, where and the remedy; what was there stays there.
     """
     quiet_transformers()
     torch.set_num_threads(recipe.threads or 1)
-    with (
-        RunFolder.open(recipe.root, recipe.name) as folder,
-        Interrupt(
-            lambda: console.line("finishing this step and saving; once more to stop at once", "yellow")
-        ) as interrupt,
-    ):
+    with Interrupt(
+        lambda: console.line("finishing this step and saving; once more to stop at once", "yellow")
+    ) as interrupt:
         run = Run(recipe, folder, console, interrupt, pick_device(recipe.model.device), command)
-        pipeline = Pipeline(run, only, overwrite)
-        pipeline.go()
-        return folder.path
+        Pipeline(run, only, overwrite).go()
 
 
 class Pipeline:

@@ -243,7 +243,7 @@ def preference_stage(
     recipe, settings = run.recipe, run.recipe.preference
     assert settings and settings.learning_rate
     encoder = load_encoder(start, recipe.model)
-    roles = build_policy(run, start)
+    roles = build_policy(run, start, recipe.model.backbone == "shared")
     if read is None:
         if ranked is None:
             prompts = read_prompts(data / world.PROMPTS).records

@@ -60,12 +60,7 @@ def sft_stage(
     encoded = [demonstrated(encoder, d, sft) for d in used]
     train, held = encoded[: len(train_rows)], [s for some in encoded[len(train_rows) :] for s in some]
     _tell_turns(run, encoder, sft, used, encoded)
-    model = load_to_train(start, recipe.model, run.device)
-    roles: Roles = (
-        SeparateRoles({"policy": model}, {}, ["policy"])
-        if sft.tuning == "full"
-        else _shared(recipe, model, ["policy"], ["policy"])
-    )
+    roles = build_policy(run, start, sft.tuning == "lora")
     plan = Plan.of(sft, len(train))
     numbers = fit(
         run,
@@ -327,9 +322,9 @@ def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Rol
     return _with_reference(run, start, ["reward"] if reward_folder else [], reward_folder)
 
 
-def build_policy(run: Run, start: Path | str) -> Roles:
+def build_policy(run: Run, start: Path | str, adapters: bool) -> Roles:
     """The policy alone, for training; until its first step it is the model that it starts from."""
-    if run.recipe.model.backbone == "separate":
+    if not adapters:
         return _separate(run, start, ["policy"], None)
     return _shared(run.recipe, load_to_train(start, run.recipe.model, run.device), ["policy"], ["policy"])
 
