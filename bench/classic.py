@@ -27,6 +27,7 @@ from bench.common import Bounds, line, progress, write
 from keel.classic.config import ClassicConfig
 from keel.classic.train import Learner, train_classic
 from keel.runs.console import Console
+from keel.runs.folder import RunFolder
 from keel.runs.log import read_lines
 
 PUBLISHED = {
@@ -118,7 +119,8 @@ def _runs(
     results = {}
     for seed in seeds:
         config = ClassicConfig(**settings, seed=seed, root=root, name=f"{name}-seed{seed}")
-        results[seed] = train_classic(config, console, "python -m bench.classic") | _from_log(config)
+        with RunFolder.open(config.root, config.run_name) as folder:
+            results[seed] = train_classic(config, folder, console, "python -m bench.classic") | _from_log(config)
     return results
 
 

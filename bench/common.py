@@ -14,10 +14,11 @@ A measurement is a command that prints one JSON object a line on standard output
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -119,12 +120,17 @@ class Finished:
 
 
 def run(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, shown: bool = False
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    shown: bool = False,
+    enough: Callable[[], bool] | None = None,
 ) -> Finished:
     """Runs a command to its end with `folder` as its working directory. Raises SystemExit with the end of its output
     where it fails. The caller must be small: a process inherits the peak of the one that started it (getrusage(2)).
 
-    shown: the output goes to standard error at once, instead of into the result."""
+    shown: the output goes to standard error at once, instead of into the result.
+    enough: asked now and then; once it is so, Keel is asked to stop (SIGTERM), and that it did is no failure."""
     log = folder / "output.txt"
     log.touch()
     with nullcontext(sys.stderr) if shown else log.open("w") as out:
@@ -133,6 +139,10 @@ def run(
             command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
         try:
+            while enough and not enough() and _runs(process.pid):
+                time.sleep(0.1)
+            if enough:
+                os.kill(process.pid, signal.SIGTERM)  # send_signal would wait for one that has ended
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             process.kill()
@@ -141,10 +151,15 @@ def run(
         seconds = time.monotonic() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     output = log.read_text(errors="replace")
-    if process.returncode:
+    if process.returncode not in ((0, 128 + signal.SIGTERM) if enough else (0,)):
         raise SystemExit(f"{' '.join(command)}\nfailed with {process.returncode}:\n{output[-3000:]}")
     peak = usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
     return Finished(seconds, peak, output)
+
+
+def _runs(process: int) -> bool:
+    """Whether a child has not ended yet; it is left to be waited for."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def keel(*arguments: str) -> list[str]:

@@ -27,6 +27,8 @@ MEASUREMENTS = {
     "scaling": ["bench.learner", "scaling"],
     "plan": ["bench.plan"],
     "data": ["bench.data"],
+    "data-sft": ["bench.data", "sft"],
+    "data-dpo": ["bench.data", "dpo"],
 }
 RESULTS = REPOSITORY / "bench" / "results.json"
 PAGE = REPOSITORY / "docs" / "performance.md"

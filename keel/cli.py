@@ -1,5 +1,6 @@
 """The command `keel`. Nothing heavy is imported before a recipe has passed its checks."""
 
+import atexit
 import difflib
 import os
 import shlex
@@ -19,6 +20,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
 from keel.config import NonNegative, Recipe, Section
 from keel.errors import ConfigError, KeelError, StopAtOnce
 from keel.runs.console import Console
+from keel.runs.folder import RunFolder
 from keel.usage import HELP, STAGES, help_of
 
 
@@ -29,22 +31,36 @@ class ChatFlags(Section):
     """Of sampling; 0 takes the likeliest token. Null: as in training."""
 
 
+class ExportFlags(Section):
+    """What `keel export` takes beside run and folder."""
+
+    best: bool = False
+    """The best checkpoint by the stage's keep_best, not the newest."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs a command and exits: 0 well, 2 a mistake of the user's, 3 a number that is not finite, 130 stopped by
     Ctrl-C, 143 by SIGTERM."""
-    console = Console()
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv), console)
-    except KeelError as error:
-        Console(_stderr()).line(f"keel: {error}", "red")
-        code = error.exit_code
-    except BrokenPipeError:  # whoever read the output has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        code = _code(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as error:
         Console(_stderr()).line("keel: stopped at once; the same command goes on from the last checkpoint", "red")
         code = 128 + (error.number if isinstance(error, StopAtOnce) else signal.SIGINT)
+    # While Python takes itself down, one more Ctrl-C would put the signal in the place of this code.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
+
+
+def _code(arguments: list[str]) -> int:
+    """Runs a command, tells the user's mistakes, and returns the exit code."""
+    try:
+        return _dispatch(arguments, Console())
+    except KeelError as error:
+        Console(_stderr()).line(f"keel: {error}", "red")
+        return error.exit_code
+    except BrokenPipeError:  # whoever read the output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _stderr():
@@ -70,6 +86,7 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         "plan": _plan,
         "inspect": _inspect,
         "chat": _chat,
+        "export": _export,
         "classic": _classic,
         **{stage: (lambda rest, console, stage=stage: _run(rest, console, stage)) for stage in STAGES},
     }
@@ -103,8 +120,8 @@ def _help(command: str, rest: list[str], console: Console) -> None:
             from keel.inspect.command import Flags
 
             lines = settings.help_lines(Flags, {})
-        elif command == "chat":
-            lines = settings.help_lines(ChatFlags, {})
+        elif command in ("chat", "export"):
+            lines = settings.help_lines(ChatFlags if command == "chat" else ExportFlags, {})
     for line in lines:
         console.line(line)
 
@@ -135,10 +152,11 @@ def _start(recipe: Recipe, console: Console, command: str, stage: str | None = N
     console.line(f"{recipe.name}: seed {recipe.seed}, {recipe.threads} threads, in {Path(recipe.root) / recipe.name}")
     _print_schedule(recipe, console)
     _check_places(recipe)
-    console.line("loading torch and transformers ...", "dim")
-    from keel.train.pipeline import run_recipe
+    with RunFolder.open(recipe.root, recipe.name) as folder:
+        console.line("loading torch and transformers ...", "dim")
+        from keel.train.pipeline import run_recipe
 
-    run_recipe(recipe, console, command, stage, overwrite)
+        run_recipe(recipe, folder, console, command, stage, overwrite)
 
 
 def _check_places(recipe: Recipe) -> None:
@@ -159,7 +177,6 @@ def _resume(arguments: list[str], console: Console) -> None:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("keel resume needs a run folder", remedy="keel resume runs/quickstart")
     from keel import recipe as recipes
-    from keel.runs.folder import RunFolder
 
     folder, flags = RunFolder(arguments[0]), arguments[1:]
     manifest = folder.manifest()
@@ -234,6 +251,19 @@ def _chat(arguments: list[str], console: Console) -> None:
             console.line(f"{name:<7} {answer}", "green" if name == "after" else "")
 
 
+def _export(arguments: list[str], console: Console) -> None:
+    if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
+        raise ConfigError("keel export needs a run folder and a new folder", remedy="keel export runs/mine my-model")
+    from keel import settings
+
+    folder, out, *rest = arguments
+    flags = settings.change(ExportFlags, {}, rest, f"keel export {folder}")
+    console.line("loading torch and transformers ...", "dim")
+    from keel.train.export import export_checkpoint
+
+    export_checkpoint(folder, out, flags.best, console, shlex.join(["keel", "export", *arguments]))
+
+
 def _classic(arguments: list[str], console: Console) -> None:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("keel classic needs a gymnasium environment", remedy="keel classic CartPole-v1")
@@ -242,11 +272,12 @@ def _classic(arguments: list[str], console: Console) -> None:
 
     env, *flags = _without_overwrite(arguments)
     config = settings.change(ClassicConfig, {"env": env}, flags, f"keel classic {env}")
-    console.line("loading torch ...", "dim")
-    from keel.classic.train import train_classic
-
     command = shlex.join(["keel", "classic", *_without_overwrite(arguments)])
-    result = train_classic(config, console, command, "--overwrite" in arguments)
+    with RunFolder.open(config.root, config.run_name) as folder:
+        console.line("loading torch ...", "dim")
+        from keel.classic.train import train_classic
+
+        result = train_classic(config, folder, console, command, "--overwrite" in arguments)
     last = result.get("episode_return")
     episodes = min(result["episodes"], 100)
     told = f"mean return of the last {episodes} episodes {last:.1f}" if last is not None else "no episode has ended"

@@ -13,6 +13,7 @@ import yaml
 from keel import settings
 from keel.config import PreferenceConfig, Recipe, RewardConfig
 from keel.errors import ConfigError
+from keel.plain_yaml import Document
 
 
 def load(path: str | Path, flags: Sequence[str] = ()) -> Recipe:
@@ -22,7 +23,8 @@ def load(path: str | Path, flags: Sequence[str] = ()) -> Recipe:
         ConfigError: the file is missing, no YAML, or it or a flag names an unknown setting (the nearest is named), a
             wrong value or a setting that would do nothing.
     """
-    return with_flags(parse(_read_yaml(Path(path)), where=str(path)), flags, str(path))
+    document = _read_yaml(Path(path))
+    return with_flags(parse(document.value, str(path), document.line), flags, str(path))
 
 
 def with_flags(recipe: Recipe, flags: Sequence[str], where: str) -> Recipe:
@@ -45,18 +47,21 @@ def recorded(manifest: Mapping[str, Any], folder: Path) -> Recipe:
     return parse(manifest["recipe"], where).model_copy(update={"root": str(place.parent), "name": place.name})
 
 
-def parse(tree: Any, where: str = "") -> Recipe:
-    """Checks a tree of plain values. Raises ConfigError with every fault found, each with its key."""
+def parse(tree: Any, where: str = "", line: settings.Line = settings.no_line) -> Recipe:
+    """Checks a tree of plain values. Raises ConfigError with every fault found, each with its key.
+
+    line: of a path of keys in the file `where`.
+    """
     if not isinstance(tree, dict):
         raise ConfigError(
             f"a recipe is a mapping of settings, this is {'nothing' if tree is None else type(tree).__name__}",
             where=where,
             remedy="give a file of lines such as `name: mine`; recipes/ has examples",
         )
-    return settings.check(Recipe, tree, where)
+    return settings.check(Recipe, tree, where, line=line)
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -74,25 +79,13 @@ def _read_yaml(path: Path) -> Any:
             remedy=folder if path.is_dir() else "give the path of a .yaml file",
         ) from None
     try:
-        return yaml.load(text, _Loader)  # a safe loader
+        return Document(text)
     except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"the recipe is no YAML: {' '.join(str(error).split())}",
             where=str(path),
             remedy="mend that line; recipes/ has examples",
         ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML would keep the last in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See yaml.SafeLoader."""
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def to_yaml(recipe: Recipe) -> str:

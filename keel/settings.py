@@ -8,7 +8,7 @@ import difflib
 import re
 import shlex
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -19,8 +19,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from keel.errors import ConfigError
+from keel.plain_yaml import Document
 
 T = TypeVar("T")
+Line = Callable[[Sequence[int | str]], int | None]
+"""The line of a path of keys in a file; None where it has none."""
 
 _CUT = "sampling is cut, but the ratio is not: the log-probabilities of training would be of another distribution"
 _BENT = "it changes what is sampled but not the log-probabilities, so that the measured KL turns negative"
@@ -68,8 +71,13 @@ def flag_of(keys: Sequence[str]) -> str:
     return "--" + ".".join(keys).replace("_", "-")
 
 
-def check(kind: type[T], tree: Any, where: str, flags: Sequence[Flag] = ()) -> T:
+def no_line(keys: Sequence[int | str]) -> None:
+    """The `Line` of what is in no file."""
+
+
+def check(kind: type[T], tree: Any, where: str, flags: Sequence[Flag] = (), line: Line = no_line) -> T:
     """A tree of plain values as `kind`, a pydantic model or dataclass. flags: those that it has been changed by.
+    line: where its keys stand in the file `where`.
 
     Raises ConfigError with every fault found, each with its key or its flag.
     """
@@ -79,7 +87,9 @@ def check(kind: type[T], tree: Any, where: str, flags: Sequence[Flag] = ()) -> T
         faults = error.errors(include_url=False)
         concerned = [flag for flag in flags if any(_meet(flag, fault["loc"]) for fault in faults)]
         told = [_told(kind, fault, tree, concerned) for fault in faults]
-        raise refusal(told, ", with ".join(filter(None, (where, " ".join(map(str, concerned)))))) from None
+        lines = sorted({found for fault in faults if (found := line(fault["loc"])) is not None})
+        place = ":".join(filter(None, (where, ", ".join(map(str, lines)))))
+        raise refusal(told, ", with ".join(filter(None, (place, " ".join(map(str, concerned)))))) from None
 
 
 def change(kind: type[T], tree: Mapping[str, Any], arguments: Sequence[str], where: str) -> T:
@@ -299,7 +309,7 @@ def _value(annotation: Any, taken: list[str]) -> Any:
 
 def _yaml(text: str, kind: type) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = Document(text).value
     except yaml.YAMLError:
         value = None
     return value if isinstance(value, kind) else _NoValue(f"{text!r} is none")

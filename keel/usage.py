@@ -10,6 +10,7 @@ Keel post-trains language models from human preferences: SFT, reward model, PPO;
   keel plan RECIPE.yaml       peak memory and time per update before it runs, and what to change where it does not fit
   keel inspect FILE           what is in a data file; with --model, its rows as the trainer sees them
   keel chat RUN               talk to a run: before and after training side by side
+  keel export RUN OUT         the model of a run's newest or best checkpoint as a plain folder
   keel classic CartPole-v1    the same PPO on a gymnasium task; --algorithm trpo|reinforce beside it
 
 Any setting is a flag: keel run recipes/quickstart.yaml --ppo.policy.clip 0.1 --name my-run
@@ -33,6 +34,7 @@ _WHAT = {
     "resume": "Goes on with the run in a folder, by the settings that its manifest.json holds.",
     "inspect": "Shows what is in data files, folders or Hub ids, and what a run would drop or cut.",
     "chat": "Talks to a run: the model before training and the one after it answer side by side.",
+    "export": "Writes the model of a run's newest or best checkpoint as a plain folder, also where a run broke off.",
     "classic": "PPO, TRPO or REINFORCE on a gymnasium task.",
 }
 _EXAMPLES = {
@@ -45,6 +47,7 @@ _EXAMPLES = {
         "a.csv --held-out b.csv --columns prompt query",
     ],
     "chat": ["runs/quickstart --temperature 0"],
+    "export": ["runs/quickstart my-model --best"],
     "classic": ["CartPole-v1 --algorithm trpo --steps 200000 --seed 1"],
     "preference": ["recipes/dpo.yaml"],
 }
@@ -52,14 +55,15 @@ _TAKES = {
     "resume": "RUN [--SETTING VALUE ...]",
     "inspect": "FILE ... [--FLAG VALUE ...]",
     "chat": "RUN [--FLAG VALUE ...]",
+    "export": "RUN OUT [--best]",
     "classic": "ENVIRONMENT [--overwrite] [--FLAG VALUE ...]",
     **dict.fromkeys(("show", "plan"), "RECIPE.yaml [--SETTING VALUE ...]"),
 }
 
 
 def help_of(command: str) -> str:
-    """A command's own help: how it is called, what it does, examples. The flags of inspect, chat and classic are not
-    in it."""
+    """A command's own help: how it is called, what it does, examples. The flags of inspect, chat, export and classic
+    are not in it."""
     takes = _TAKES.get(command, "RECIPE.yaml [--overwrite] [--SETTING VALUE ...]")
     lines = [f"keel {command} {takes}", "", _WHAT[command]]
     if "--overwrite" in takes:

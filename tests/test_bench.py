@@ -120,3 +120,12 @@ def test_the_recipes_of_the_bench_are_checked_recipes(name, tmp_path):
 def test_the_first_update_does_not_count():
     assert median_update([{"seconds": 9.0}, {"seconds": 1.0}, {"seconds": 3.0}, {}], "seconds") == 2.0
     assert median_update([{"seconds": 9.0}], "seconds") == 9.0
+
+
+def test_a_process_is_asked_to_stop_once_it_has_done_enough(tmp_path: Path):
+    """One that ends with 143 when it is asked to, as Keel does; one that fails before is a failure all the same."""
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(143)); open('done', 'w').close(); signal.pause()"
+    found = run([sys.executable, "-c", code], tmp_path, enough=(tmp_path / "done").exists)
+    assert found.peak_bytes > 0
+    with pytest.raises(SystemExit, match="failed with 3"):
+        run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, enough=lambda: False)

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
-from keel.algo.precision import emulated
-
-BLOCK = 8192
-"""Rows of a weight that are held in another dtype at a time (18 MiB of float32 at a width of 576)."""
+from keel.algo.precision import emulated, float_blocks, project
 
 
 def token_logprobs(
@@ -102,7 +98,7 @@ def _chunks(rows: int, chunk: int) -> Iterator[slice]:
 def _scaled_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     # Forward and backward must see the same logits; backward runs outside of any autocast, so forward does too.
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        logits_NV = linear(hidden_NH, weight_VH, bias_V).float()
+        logits_NV = project(hidden_NH, weight_VH, bias_V).float()
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 
@@ -129,8 +125,10 @@ def _input_gradients(
             grad_bias_V += slope_NV.sum(0)
         if emulated(weight_VH):
             if grad_hidden_NH is not None:
-                blocks = zip(slope_NV.split(BLOCK, 1), weight_VH.split(BLOCK), strict=True)
-                grad_hidden_NH[rows] = sum(part @ block.float() for part, block in blocks)
+                sum_NH = slope_NV.new_zeros(len(slope_NV), weight_VH.shape[1])
+                for columns, block in float_blocks(weight_VH):
+                    sum_NH.addmm_(slope_NV[:, columns], block)
+                grad_hidden_NH[rows] = sum_NH
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(slope_NV.T, hidden_NH[rows].float())
             continue

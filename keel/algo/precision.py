@@ -1,9 +1,17 @@
 """In which dtype a processor multiplies weights of bfloat16: in float32, where its own way would be slower."""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+BLOCK = 2048
+"""Rows of a weight that are held in another dtype at a time: few enough to stay in the processor's caches."""
+
+FEW = 128
+"""Rows up to which a product with a larger weight is faster the other way round (docs/decisions.md)."""
 
 
 @functools.cache
@@ -20,6 +28,28 @@ def emulated(weight: Tensor) -> bool:
     processor that has none for it at all. torch then takes ten times what float32 takes, so that a copy of the weight,
     made in parts, costs less."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
+
+
+def project(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """x W^T + bias of a weight with very many rows, the vocabulary's: [N, V], in float32 where the weight's dtype is
+    emulated, else in the dtype of both."""
+    if not emulated(weight_VH):
+        if bias_V is None and len(x_NH) <= FEW and x_NH.device.type == "cpu":
+            return torch.mm(weight_VH, x_NH.T).T.contiguous()  # reads the weight as it lies; x W^T would rearrange it
+        return linear(x_NH, weight_VH, bias_V)
+    out_NV, wide_NH = x_NH.new_empty(len(x_NH), len(weight_VH), dtype=torch.float32), x_NH.float()
+    for rows, block in float_blocks(weight_VH):
+        torch.mm(wide_NH, block.T, out=out_NV[:, rows])
+    return out_NV if bias_V is None else out_NV.add_(bias_V)
+
+
+def float_blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows of a weight in float32, each valid until the next: all are written to the same place, as memory
+    that is new to the process costs more than the cast."""
+    held = weight_VH.new_empty(min(BLOCK, len(weight_VH)), weight_VH.shape[1], dtype=torch.float32)
+    for start in range(0, len(weight_VH), BLOCK):
+        block = weight_VH[start : start + BLOCK]
+        yield slice(start, start + len(block)), held[: len(block)].copy_(block)
 
 
 @functools.cache

@@ -31,8 +31,10 @@ from keel.train.optim import linear_rate, make_optimizer, set_rate
 STAGE = "classic"
 
 
-def train_classic(config: ClassicConfig, console: Console, command: str, overwrite: bool = False) -> dict[str, Any]:
-    """Trains in the run folder and returns its summary; a run that is finished already gives its summary at once.
+def train_classic(
+    config: ClassicConfig, folder: RunFolder, console: Console, command: str, overwrite: bool = False
+) -> dict[str, Any]:
+    """Trains in an open run folder and returns its summary; a run that is finished already gives its summary at once.
 
     Raises:
         ConfigError: the task cannot be made, or settings do not fit it.
@@ -48,20 +50,19 @@ def train_classic(config: ClassicConfig, console: Console, command: str, overwri
     settings = config.model_dump(mode="json", exclude_none=True)
     parts = {name: value for name, value in settings.items() if name not in ("name", "root")}
     fingerprint = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    with RunFolder.open(config.root, config.run_name) as folder:
-        stage = folder.stage(STAGE)
-        state = stage.check(fingerprint, parts, overwrite)
-        if state == "finished":
-            result = stage.finished(fingerprint)
-            assert result is not None
-            return result
-        if state != "new":
-            _again(stage, fingerprint, parts, overwrite)
-        folder.write_manifest({"classic": settings, "command": command})
-        with Interrupt(lambda: console.line("finishing this update; again to stop at once")) as interrupt:
-            summary = Learner(config).run(stage, console, interrupt, command)
-        stage.finish(fingerprint, parts, summary)
-        return summary
+    stage = folder.stage(STAGE)
+    state = stage.check(fingerprint, parts, overwrite)
+    if state == "finished":
+        result = stage.finished(fingerprint)
+        assert result is not None
+        return result
+    if state != "new":
+        _again(stage, fingerprint, parts, overwrite)
+    folder.write_manifest({"classic": settings, "command": command})
+    with Interrupt(lambda: console.line("finishing this update; again to stop at once")) as interrupt:
+        summary = Learner(config).run(stage, console, interrupt, command)
+    stage.finish(fingerprint, parts, summary)
+    return summary
 
 
 def _again(stage: StageFolder, fingerprint: str, parts: Mapping[str, Any], overwrite: bool) -> None:

@@ -229,6 +229,12 @@ def is_remote(reward: str) -> bool:
     return reward.partition("://")[0] in ("http", "https")
 
 
+def _names_function(reward: str) -> bool:
+    place, _, function = reward.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    return function.isidentifier() and "://" not in reward and (is_module or place.endswith(".py"))
+
+
 def _check_reward(ppo: PpoConfig) -> None:
     reward = ppo.reward
     if reward == "model":
@@ -245,9 +251,10 @@ def _check_reward(ppo: PpoConfig) -> None:
                 "reward is to be https://host/path without user, password or query, which would be written to the "
                 "manifest; name an environment variable with the token as ppo.scoring.token_env"
             )
-    elif ":" not in reward or "://" in reward:
+    elif not _names_function(reward):
         raise ValueError(
-            f"reward is 'model', 'file.py:function', 'package.module:function' or 'https://host/path', not '{reward}'"
+            "reward names no function and no scorer; give 'file.py:function', 'package.module:function', "
+            "'https://host/path' or 'model'"
         )
     else:
         idle = {"retries": True, "rows_per_request": True, "token_env": True}

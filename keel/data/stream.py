@@ -1,5 +1,6 @@
 """Which rows a training step sees: an endless, seeded stream of shuffled epochs that resumes from the step alone."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,17 +22,17 @@ class Mixture:
     counts: how many places of an epoch each source fills. An epoch has as many places as there are rows.
     """
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple["array[int]", ...]
     counts: tuple[int, ...]
 
     def places(self, epoch: int, seed: int) -> np.ndarray:
         """The row in each place of an epoch, source after source. Each source goes on where it was at the end of the
         epoch before, through shuffled passes of its own: none of its rows comes again before all have come."""
-        found: list[int] = []
+        found: list[np.ndarray] = []
         for source, (rows, count) in enumerate(zip(self.rows, self.counts, strict=True)):
             own = _stream(len(rows), epoch * count, (epoch + 1) * count, _shuffled(len(rows), seed, source, 1))
-            found += [rows[place] for place in own]
-        return np.array(found)
+            found.append(np.asarray(rows)[own])
+        return np.concatenate(found)
 
 
 def mixture_of(source: SourceConfig | None, prompts: Sequence[Prompt]) -> Mixture | None:
@@ -44,7 +45,7 @@ def mixture_of(source: SourceConfig | None, prompts: Sequence[Prompt]) -> Mixtur
     """
     if source is None or source.weights is None:
         return None
-    of_path: list[list[int]] = [[] for _ in source.path]
+    of_path = [array("q") for _ in source.path]
     for row, prompt in enumerate(prompts):
         of_path[prompt.origin].append(row)
     exact = [len(prompts) * weight / sum(source.weights) for weight in source.weights]
@@ -58,7 +59,7 @@ def mixture_of(source: SourceConfig | None, prompts: Sequence[Prompt]) -> Mixtur
         if not count:
             what = f"The weight of this path is too small for one of the {len(prompts)} rows of an epoch."
             raise DataError(what, where=path, remedy="Raise it, or take the path out.")
-    return Mixture(tuple(map(tuple, of_path)), tuple(counts))
+    return Mixture(tuple(of_path), tuple(counts))
 
 
 def batch_rows(

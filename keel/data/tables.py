@@ -24,7 +24,8 @@ def csv_rows(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
     The separator is the one of comma, semicolon and tab that stands most often in the first line, comma if none does.
 
     Raises:
-        DataError: not UTF-8, JSON, a quotation mark that is not closed, a first row that names a column twice.
+        DataError: not UTF-8, JSON, a quotation mark that is not closed, a first row that names a column twice or is the
+            only one.
     """
     texts = _Texts(path, lines)
     first = next(texts, "")
@@ -32,7 +33,7 @@ def csv_rows(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
     bare = QUOTED.sub("", first)
     reader = csv.reader(_back(first, texts), delimiter=max(",;\t", key=bare.count), strict=True)
     names: list[str] | None = None
-    start = 1
+    start, below = 1, False
     try:
         for cells in reader:
             source, start = f"{path}:{start}", reader.line_num + 1
@@ -40,7 +41,9 @@ def csv_rows(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
                 continue
             if names is None:
                 names = _names(cells, source)
-            elif len(cells) != len(names):
+                continue
+            below = True
+            if len(cells) != len(names):
                 remedy = 'Put "quotation marks" around texts that hold a separator or a line break.'
                 what = f"The row has {len(cells)} cells, but the first row names {len(names)} columns."
                 yield DataError(what, where=source, remedy=remedy)
@@ -49,6 +52,8 @@ def csv_rows(path: str, lines: Iterable[Line]) -> Iterator[Row | DataError]:
     except csv.Error as error:
         remedy = 'Texts with line breaks stand in "quotation marks", and a mark inside a text is doubled: "".'
         raise DataError(f"Not CSV: {error}.", where=f"{path}:{start}", remedy=remedy) from None
+    if names is not None and not below:
+        raise _no_rows(path, names)
 
 
 class _Texts(Iterator[str]):
@@ -70,6 +75,12 @@ def _back(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield from rest
 
 
+def _no_rows(path: str, names: list[str]) -> DataError:
+    shown = ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
+    remedy = "Give one with rows too. Where the first row is no names, put a row of names before it."
+    return DataError(f"The file has names of columns ({shown}) and no rows.", where=path, remedy=remedy)
+
+
 def _names(cells: list[str], source: str) -> list[str]:
     twice = [name for at, name in enumerate(cells) if name in cells[:at]]
     if twice:
@@ -87,7 +98,7 @@ def arrow_rows(path: str, file: BinaryIO, suffix: str) -> Iterator[Row]:
     A null inside an object counts as absent: such a table gives every object of a column the same names.
 
     Raises:
-        DataError: the file is damaged, or holds what Python has no value for.
+        DataError: the file is damaged, has columns and no rows, or holds what Python has no value for.
     """
     import pyarrow as pa
 
@@ -102,6 +113,8 @@ def arrow_rows(path: str, file: BinaryIO, suffix: str) -> Iterator[Row]:
     except (pa.ArrowException, ValueError, OverflowError, LookupError, OSError) as error:
         what = f"The {suffix} file cannot be read after row {number}: {first_line(error)}."
         raise DataError(what, where=path, remedy="Fetch or write it again, or write it as .jsonl.") from None
+    if not number and schema.names:
+        raise _no_rows(path, schema.names)
 
 
 def _parquet(file: BinaryIO) -> tuple[Iterator[Any], Any]:

@@ -1,18 +1,15 @@
 """Talking to a run: the model before PPO (or DPO and its relatives) and the one after it answer side by side."""
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from keel.errors import RunError
-from keel.models.loading import check_place, file_hash, load_causal_lm, load_encoder, pick_device, quiet_transformers
+from keel.evaluate.trained import model_before, model_of, policy_stages
+from keel.models.loading import load_causal_lm, load_encoder, pick_device, quiet_transformers
 from keel.models.separate import SeparateRoles
 from keel.recipe import recorded
 from keel.rollout.engine import Sampling
 from keel.rollout.local import LocalEngine
-from keel.runs.folder import RunFolder, StageFolder
+from keel.runs.folder import RunFolder
 from keel.runs.log import read_lines
 from keel.types import Prompt
 
@@ -49,20 +46,9 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     run = RunFolder(folder)
     manifest = run.manifest()
     recipe = recorded(manifest, run.path)
-    stages = [name for name in ("sft", "preference", "ppo") if getattr(recipe, name)]
-    if not stages:
-        raise RunError(
-            "this run trains no model that answers, only a reward model",
-            where=str(folder),
-            remedy="give a run with one of the stages sft, preference and ppo",
-        )
-    trained = stages[-1]
-    made = "base" if recipe.model.path in ("smollm2", "sandbox") else None
-    before = "sft" if "sft" in stages[:-1] else made
-    if before is None:
-        _require_base(manifest, trained, recipe.model.path)
-    after = _model(run.stage(trained))
-    places = {"before": _model(run.stage(before)) if before else recipe.model.path, "after": after}
+    trained = policy_stages(recipe, run)[-1]
+    before = model_before(run, manifest, recipe, trained)
+    places = {"before": before, "after": model_of(run.stage(trained))}
     device = pick_device(recipe.model.device)
     engines: dict[str, LocalEngine] = {}
     for name, place in places.items():
@@ -71,30 +57,6 @@ def open_chat(folder: str, temperature: float | None = None) -> Chat:
     trained_at = recipe.ppo.temperature if recipe.ppo else 1.0
     sampling = Sampling(trained_at if temperature is None else temperature, recipe.model.max_response_tokens)
     return Chat(engines, sampling, recipe.seed, _examples(run))
-
-
-def _model(stage: StageFolder) -> Path:
-    """The model of a finished stage. Raises RunError where there is none, or not the one that it left."""
-    result = stage.finished()
-    if result is None:
-        raise RunError(
-            "this run has no trained model yet",
-            where=f"{stage.path}, which is not finished",
-            remedy="finish it with keel run first",
-        )
-    stage.require_model(result, file_hash(stage.model) if stage.model.is_dir() else None)
-    return stage.model
-
-
-def _require_base(manifest: Mapping[str, Any], trained: str, path: str) -> None:
-    """Raises RunError where the model that the run began with has changed since."""
-    check_place(path)
-    inputs = manifest.get("inputs")
-    parts = inputs.get(trained) if isinstance(inputs, dict) else None
-    if isinstance(parts, dict) and parts.get("stage base") not in (None, file_hash(path)):
-        raise RunError(
-            "the model that the run began with is not as it was then", where=path, remedy="put it back, or run again"
-        )
 
 
 def _examples(run: RunFolder, count: int = 3) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from keel import settings
 from keel.config import Positive
-from keel.errors import ConfigError
+from keel.errors import ConfigError, DataError
 from keel.inspect import page, report, survey
 from keel.runs.console import Console
 
@@ -50,7 +50,8 @@ class Flags:
 
 
 def inspect(arguments: list[str], console: Console) -> None:
-    """Runs the command. Raises KeelError where a file, a flag or the model cannot be used."""
+    """Runs the command. Raises KeelError where a file, a flag or the model cannot be used, after the report where
+    no row can."""
     files = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     if not files:
         raise ConfigError("keel inspect needs a file", remedy="keel inspect data.jsonl --model MODEL")
@@ -79,6 +80,12 @@ def inspect(arguments: list[str], console: Console) -> None:
         report.show(told, console, ids=flags.ids)
         if flags.html is not None:
             console.line(f"written to {flags.html}", "green")
+    if not taken.kept:
+        raise DataError(
+            f"no row of {taken.read} can be used",
+            where=", ".join(taken.files),
+            remedy="the report has the reasons; with --kind and --columns the rows are read otherwise",
+        )
 
 
 def _check(flags: Flags, files: list[str]) -> None:

@@ -283,8 +283,8 @@ def _records(
 def counts_of(records: Sequence[Record], kind: Kind[Any]) -> dict[str, Any]:
     """What `keel inspect` counts over records that were read already: distinct prompts, lengths in words, findings."""
     survey = Survey([], kind, (), "", [])
-    for record, lengths in zip(records, words(records, survey), strict=True):
-        survey.add(record, lengths, set())
+    for record in records:  # one by one: they may be on disk
+        survey.add(record, words([record], survey)[0], set())
     return {
         "prompts": survey.prompts,
         "lengths": {name: percentiles(values) for name, values in survey.lengths.items()},

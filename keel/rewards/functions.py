@@ -6,6 +6,7 @@ prompt), and the row's other columns. It returns one number, higher is better.
 """
 
 import copy
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ from keel.types import Prompt, Rollouts
 
 GIVEN = ("prompt", "response", "finish_reason", "messages")
 """What every function may name beside the row's columns."""
+AWAITED = "nothing awaits what it returns"
+NOT_ASYNC = "write it with def, and call asyncio.run(...) inside where it needs what is async"
 
 
 class FunctionReward:
@@ -39,6 +42,8 @@ class FunctionReward:
         """name: what errors call it. timeout: of each call, seconds. max_failed: share of a batch."""
         self.function, self.name, self.timeout, self.max_failed = function, name, timeout, max_failed
         self.failed: dict[int, RewardError] = {}
+        if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
+            raise RewardError(f"the reward function is async, and {AWAITED}", where=name, remedy=NOT_ASYNC)
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -59,7 +64,7 @@ class FunctionReward:
                 remedy=f"name what it reads: def score(response): return ...; there are {', '.join(GIVEN)} and columns",
             )
 
-    def check_columns(self, prompts: Sequence[Prompt]) -> None:
+    def check_columns(self, prompts: Iterable[Prompt]) -> None:
         """Raises RewardError where the function needs an argument that is neither always given nor a column of every
         prompt."""
         for prompt in prompts:
@@ -79,19 +84,16 @@ class FunctionReward:
         except BaseException as error:  # the user's own code runs here, and may fail in any way, or leave by sys.exit
             if is_stop(error):
                 raise
-            raise RewardError(
-                f"the reward function's module cannot be imported: {_told(error)}",
-                where=name,
-                remedy="name it as file.py:function or package.module:function, and install what it imports",
-            ) from None
+            raise _not_imported(error, name, place, attribute) from None
         function = getattr(module, attribute, None)
-        if not callable(function):
-            raise RewardError(
-                f"there is no function {attribute!r} in {place}",
-                where=name,
-                remedy=f"functions there: {', '.join(_functions(module)) or 'none'}",
-            )
-        return cls(function, name, timeout, max_failed)
+        if callable(function):
+            return cls(function, name, timeout, max_failed)
+        there = _functions(module)
+        near = difflib.get_close_matches(attribute, there, n=1)
+        remedy = f"did you mean {place}:{near[0]}?" if near else f"functions there: {', '.join(there) or 'none'}"
+        if hasattr(module, attribute):
+            raise RewardError(f"{attribute} in {place} is no function: {function!r:.80}", where=name, remedy=remedy)
+        raise RewardError(f"there is no function {attribute!r} in {place}", where=name, remedy=remedy)
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """See `base.Reward`. A row fails where the function raises, takes too long or returns no finite number."""
@@ -142,6 +144,12 @@ def as_score(value: object, where: str, row: int) -> float:
     """What a function or a server gave for a row, as a finite float. Raises RewardError where it is none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()  # Python else warns of it
+        raise RewardError(
+            f"a {type(value).__name__} was returned: {AWAITED}", where=where, remedy=NOT_ASYNC, rows=[row]
+        )
     if not isinstance(value, numbers.Real):
         found, remedy = f"{type(value).__name__}, not a number", "return one float per response"
     else:
@@ -163,8 +171,31 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _raised_at(error: BaseException) -> str:
+def _not_imported(error: BaseException, name: str, place: str, attribute: str) -> RewardError:
+    """Why the import of a module failed, and what to do about it."""
+    file = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
+    if isinstance(error, SyntaxError):
+        at = f"{error.filename}:{error.lineno}, for {name}"
+        return RewardError(f"the reward function's file is no Python: {error.msg}", where=at, remedy="mend that line")
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        told = f"the import of the reward function's module raised {_told(error)}{_raised_at(error, file.name)}"
+        alone = place if place.endswith(".py") else f"-m {place}"
+        return RewardError(told, where=name, remedy=f"mend it; python {alone} shows the whole of it")
+    if place == error.name or place.startswith(f"{error.name}."):
+        remedy = (
+            f"did you mean {file}:{attribute}?" if file.is_file() else "install it, or name a file as file.py:function"
+        )
+        return RewardError(f"there is no module {error.name}", where=name, remedy=remedy)
+    beside = file.with_name(f"{error.name.partition('.')[0]}.py")
+    mend = f"put its folder on the path: PYTHONPATH={beside.parent}" if beside.is_file() else "install it"
+    told = f"the reward function's module imports {error.name}, which is not there{_raised_at(error, file.name)}"
+    return RewardError(told, where=name, remedy=mend)
+
+
+def _raised_at(error: BaseException, file: str = "") -> str:
+    """The innermost line of the file, by default of any."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call itself
+    frames = [frame for frame in frames if frame.filename.endswith(file)] or frames
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from keel.algo.precision import project
 from keel.data.encode import Encoder
 from keel.models.loading import unembedding
 from keel.models.roles import Role, Roles
@@ -105,8 +105,8 @@ class LocalEngine:
         padded = min(map(len, distinct)) < width
         for t in range(most):
             seen = seen_BS[:, : width + t]
-            if t and step:
-                hidden = step(ids_BS[:, 0], places_BS[:, 0], seen if padded else None, cache)
+            if step:
+                hidden = step(ids_BS, places_BS, seen if padded else None, cache)
             else:
                 hidden = model.base_model(
                     input_ids=ids_BS, attention_mask=seen, position_ids=places_BS, cache=cache, use_cache=True
@@ -115,7 +115,7 @@ class LocalEngine:
                 hidden, seen_BS, places_BS = hidden[of_B], seen_BS[of_B], places_BS[of_B]
                 select_rows(cache, of_B)
             tokens, logprobs = choose(
-                linear(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
+                project(hidden, weight_VH, bias_V), sampling.temperature, uniforms(keys[running.numpy()], t)
             )
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
             ids_BT[running, t], logprobs_BT[running, t] = tokens, logprobs

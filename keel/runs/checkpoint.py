@@ -90,23 +90,26 @@ def save(
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint, on the CPU; None where none was ever saved.
+    """`newest`, after what interrupted saves have left was tidied up."""
+    try:
+        if folder.exists():
+            _tidy(folder)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return newest(folder)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint, on the CPU; None where none was ever saved. Reads only, without the run's lock.
 
     Raises:
         RunError: there are checkpoints and all are damaged, with the reason for each.
     """
     passed_over: list[str] = []
     try:
-        if not folder.exists():
-            return None
-        _tidy(folder)
-        steps = _steps(folder)
+        steps = _steps(folder) if folder.exists() else []
     except OSError as error:
-        raise RunError(
-            f"the checkpoints cannot be read: {error.strerror or error}",
-            where=str(folder),
-            remedy="make the folder readable and writable",
-        ) from error
+        raise _unreadable(folder, error) from error
     for step in steps:
         try:
             tensors, state = _load(folder / f"step-{step}", step)
@@ -121,6 +124,26 @@ def load_latest(folder: Path) -> Checkpoint | None:
             remedy="restore one from a copy, or remove the folder to start this stage from the beginning",
         )
     return None
+
+
+def load(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of one step. Raises RunError where it is not there or damaged. Reads only."""
+    try:
+        return Checkpoint(step, *_load(folder / f"step-{step}", step))
+    except RunError as error:
+        raise RunError(
+            f"the checkpoint of step {step} cannot be used: {error.what}",
+            where=str(folder / f"step-{step}"),
+            remedy="take the newest instead",
+        ) from error
+
+
+def _unreadable(folder: Path, error: OSError) -> RunError:
+    return RunError(
+        f"the checkpoints cannot be read: {error.strerror or error}",
+        where=str(folder),
+        remedy="make the folder readable and writable",
+    )
 
 
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,17 @@
 """Every row that a recipe trains on, read and split before anything is trained."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from keel.config import PreferenceConfig, Recipe, RewardConfig, SftConfig, SourceConfig
 from keel.data import records
 from keel.data.formats import ReadResult, read_demonstrations, read_preferences, read_prompts, read_thumbs
+from keel.data.spool import Each, digest_of, numbered
 from keel.data.stream import mixture_of
 from keel.errors import DataError
 from keel.inspect.survey import counts_of
@@ -18,11 +20,12 @@ from keel.train import world
 from keel.types import Demonstration, PreferencePair, Prompt, Thumb
 
 Preference = TypeVar("Preference", PreferencePair, Thumb)
+T = TypeVar("T")
 
 
 def split_rows(
     count: int, held_out: int, seed: int, most: int | None = None, where: str = "sft", field: str = "sft.held_out"
-) -> tuple[list[int], list[int]]:
+) -> tuple["array[int]", "array[int]"]:
     """Row numbers to train on (at most `most`) and to keep back, by seed. Raises DataError where none would be left to
     train on. where, field: the section, and the setting that says how many are held out, for errors."""
     if held_out >= count:
@@ -31,8 +34,41 @@ def split_rows(
             where=where,
             remedy=f"give more data, or lower {field}",
         )
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, count]))).permutation(count).tolist()
-    return sorted(order[held_out:][:most]), sorted(order[:held_out])
+    order = _shuffled(count, seed, count)
+    return _numbers(np.sort(order[held_out:][:most])), _numbers(np.sort(order[:held_out]))
+
+
+def _numbers(found: np.ndarray) -> "array[int]":
+    return array("q", found.astype(np.int64).tobytes())
+
+
+def _shuffled(count: int, *seed: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).permutation(count)
+
+
+def chosen(records: Sequence[T], rows: Sequence[int]) -> Each[T]:
+    """The records of these numbers."""
+    return Each(len(rows), lambda at: records[rows[at]])
+
+
+def prompts_of(records: Sequence[Demonstration] | Sequence[PreferencePair] | Sequence[Thumb]) -> Each[Prompt]:
+    """The prompt of each record."""
+    return Each(len(records), lambda at: records[at].prompt)
+
+
+class Groups(Each[list[Preference]], Generic[Preference]):
+    """Records in groups, each of one prompt.
+
+    rows: numbers of records, group after group. starts: where each group begins in `rows`, and where the last one ends.
+
+    Attributes:
+        rows: those of these groups. sizes: how many each group has. prompts: of each group.
+    """
+
+    def __init__(self, records: Sequence[Preference], rows: "array[int]", starts: "array[int]"):
+        super().__init__(len(starts) - 1, lambda at: [records[row] for row in rows[starts[at] : starts[at + 1]]])
+        self.rows, self.sizes = rows[starts[0] : starts[-1]], _numbers(np.diff(starts))
+        self.prompts: Sequence[Prompt] = Each(len(starts) - 1, lambda at: records[rows[starts[at]]].prompt)
 
 
 @dataclass(frozen=True)
@@ -46,12 +82,12 @@ class Inputs:
     preferences: ReadResult[PreferencePair] | ReadResult[Thumb] | None
     prompts: ReadResult[Prompt] | None
     ptx: ReadResult[Demonstration] | None
-    train_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]
     heldout_prompts: list[Prompt]
 
     def counts(self) -> dict[str, Any]:
         """What `keel inspect` counts, for the manifest: by section, of all rows that were read."""
-        judged = self.preferences.records if self.preferences else []
+        judged: Sequence[Any] = self.preferences.records if self.preferences else []
         kinds = {
             "sft": (self.demonstrations, records.demonstrations()),
             "reward": (self.pairs, records.preferences()),
@@ -69,47 +105,48 @@ class Inputs:
         }
 
 
-def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
+def read_inputs(recipe: Recipe, data: Path, console: Console, folder: Path) -> Inputs:
     """Reads all files of the recipe, or those that the sandbox left in `data`, before anything is trained, so that a
     mistake in the last one shows at once; says how many rows each has, and what was dropped or repaired.
 
-    Raises DataError with file and row.
+    folder: where rows that are too many for memory lie (`keel.data.spool`).
+    Raises DataError with file and row, RunError where the disk is full.
     """
     sft, reward, preference, ppo = recipe.sft, recipe.reward, recipe.preference, recipe.ppo
     demonstrations, pairs, preferences, prompts, ptx = None, None, None, None, None
-    train: list[Prompt] = []
+    train: Sequence[Prompt] = []
     held: list[Prompt] = []
     count = recipe.eval.prompts if recipe.eval else 0
     if sft:
         source = sft.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
-        demonstrations = read_demonstrations(source.path, source.columns)
+        demonstrations = read_demonstrations(source.path, source.columns, folder=folder)
         _tell(console, "sft", "demonstrations", demonstrations)
         train_rows = _check_demonstrations(demonstrations.records, sft, recipe.seed)
-        _mix(console, "sft", sft.data, [demonstrations.records[i].prompt for i in train_rows])
+        _mix(console, "sft", sft.data, prompts_of(chosen(demonstrations.records, train_rows)))
     if reward and reward.data:
-        pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None)
+        pairs = read_preferences(reward.data.path, reward.data.columns, margin=reward.margin is not None, folder=folder)
         _tell(console, "reward", "preference pairs", pairs)
         # raises before SFT has trained for nothing
         train_groups, _ = split_prompts(pairs.records, reward, recipe.seed, "reward")
-        _mix(console, "reward", reward.data, [group[0].prompt for group in train_groups])
+        _mix(console, "reward", reward.data, train_groups.prompts)
     if preference and preference.data:
-        preferences = read_judgements(preference.data, preference)
+        preferences = read_judgements(preference.data, preference, folder)
         _tell(console, "preference", "thumbs" if preference.loss == "kto" else "preference pairs", preferences)
-        rows: list[Any] = preferences.records
-        train_groups, _ = split_prompts(rows, preference, recipe.seed, "preference")
-        units = [group if preference.loss == "kto" else group[:1] for group in train_groups]
-        _mix(console, "preference", preference.data, [row.prompt for unit in units for row in unit])
+        rows: Sequence[Any] = preferences.records
+        judged, _ = split_prompts(rows, preference, recipe.seed, "preference")
+        units = prompts_of(chosen(rows, judged.rows)) if preference.loss == "kto" else judged.prompts
+        _mix(console, "preference", preference.data, units)
     if ppo:
         source = ppo.data or SourceConfig(path=[str(data / world.PROMPTS)])
-        prompts = read_prompts(source.path, source.columns, first_words=source.first_words)
+        prompts = read_prompts(source.path, source.columns, first_words=source.first_words, folder=folder)
         _tell(console, "ppo", "prompts", prompts)
         train = prompts.records
         if ppo.data:
             train_rows, held_rows = split_rows(len(train), count, recipe.seed, where="ppo.data", field="eval.prompts")
-            train, held = [train[i] for i in train_rows], [train[i] for i in held_rows]
+            train, held = chosen(train, train_rows), list(chosen(train, held_rows))
             _mix(console, "ppo", ppo.data, train)
         elif count:
-            held = read_prompts(data / world.HELD_OUT).records[:count]
+            held = list(read_prompts(data / world.HELD_OUT).records[:count])
         if len(train) < ppo.rollouts // ppo.responses_per_prompt:
             raise DataError(
                 f"an update takes {ppo.rollouts // ppo.responses_per_prompt} prompts, but there are only {len(train)}",
@@ -118,11 +155,11 @@ def read_inputs(recipe: Recipe, data: Path, console: Console) -> Inputs:
             )
         if ppo.ptx:
             source = ppo.ptx.data or SourceConfig(path=[str(data / world.DEMONSTRATIONS)])
-            ptx = read_demonstrations(source.path, source.columns)
+            ptx = read_demonstrations(source.path, source.columns, folder=folder)
             _tell(console, "ppo.ptx", "demonstrations", ptx)
-            _mix(console, "ppo.ptx", ppo.ptx.data, [d.prompt for d in ptx.records])
+            _mix(console, "ppo.ptx", ppo.ptx.data, prompts_of(ptx.records))
     elif count and recipe.sandbox:
-        held = read_prompts(data / world.HELD_OUT).records[:count]
+        held = list(read_prompts(data / world.HELD_OUT).records[:count])
     elif count and (preference or reward):
         held = _heldout_prompts(recipe, count, preferences or pairs)
     return Inputs(demonstrations, pairs, preferences, prompts, ptx, train, held)
@@ -134,7 +171,7 @@ def turns_of(demonstration: Demonstration, sft: SftConfig) -> int:
     return 1 + sum(message["role"] == "assistant" and bool(message["content"].strip()) for message in before)
 
 
-def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: int) -> list[int]:
+def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: int) -> "array[int]":
     """The rows to train on."""
     train = split_rows(len(rows), sft.held_out, seed, sft.max_rows)[0]
     left = len(train)
@@ -155,23 +192,25 @@ def _check_demonstrations(rows: Sequence[Demonstration], sft: SftConfig, seed: i
     return train
 
 
-def read_judgements(source: SourceConfig, settings: PreferenceConfig) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
-    """What the preference stage's loss learns from: thumbs for kto, else pairs."""
+def read_judgements(
+    source: SourceConfig, settings: PreferenceConfig, folder: Path
+) -> ReadResult[PreferencePair] | ReadResult[Thumb]:
+    """What the preference stage's loss learns from: thumbs for kto, else pairs. folder: as for `read_inputs`."""
     read = read_thumbs if settings.loss == "kto" else read_preferences
-    return read(source.path, source.columns)
+    return read(source.path, source.columns, folder=folder)
 
 
 def _heldout_prompts(recipe: Recipe, count: int, read: Any) -> list[Prompt]:
     name, settings = ("preference", recipe.preference) if recipe.preference else ("reward", recipe.reward)
     assert settings and read
-    prompts = [group[0].prompt for group in split_prompts(read.records, settings, recipe.seed, name)[1]]
+    prompts = split_prompts(read.records, settings, recipe.seed, name)[1].prompts
     if len(prompts) < count:
         raise DataError(
             f"eval.prompts is {count}, but the rows that {name} holds out have {len(prompts)} prompts",
             where=f"{name}.data",
             remedy=f"lower eval.prompts, or raise {name}.held_out",
         )
-    return prompts[:count]
+    return list(prompts[:count])
 
 
 def _tell(console: Console, stage: str, what: str, read: ReadResult[Any]) -> None:
@@ -193,23 +232,24 @@ def _mix(console: Console, stage: str, source: SourceConfig | None, prompts: Seq
 
 def split_prompts(
     rows: Sequence[Preference], settings: RewardConfig | PreferenceConfig, seed: int, where: str
-) -> tuple[list[list[Preference]], list[list[Preference]]]:
+) -> tuple[Groups[Preference], Groups[Preference]]:
     """Preferences to train on and to keep back, by prompt; no prompt is in both. where: the section, for errors.
 
     Raises DataError where too few are left.
     """
-    groups: dict[tuple[str, ...], list[Preference]] = {}
+    keys = bytearray()
     for row in rows:
-        groups.setdefault(tuple(m["content"] for m in row.prompt.messages), []).append(row)
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, len(rows)])))
-    train: list[list[Preference]] = []
-    held: list[list[Preference]] = []
-    keys = list(groups)
-    for k in rng.permutation(len(keys)).tolist():
-        (held if sum(map(len, held)) < settings.held_out else train).append(groups[keys[k]])
-    train = train[: settings.max_prompts] if settings.max_prompts else train
+        keys += digest_of(*(m["content"] for m in row.prompt.messages))
+    group, first = numbered(keys)
+    order = _shuffled(len(first), seed, len(rows))
+    starts = _numbers(np.concatenate([[0], np.cumsum(np.bincount(group)[order])]))
+    by_group = _numbers(np.argsort(np.argsort(order)[group], kind="stable"))  # row numbers, groups in their new order
+    held_out = int(np.searchsorted(starts[:-1], settings.held_out))  # groups, until they have so many rows
+    end = held_out + settings.max_prompts if settings.max_prompts else len(first)
+    held = Groups(rows, by_group, starts[: held_out + 1])
+    train = Groups(rows, by_group, starts[held_out : end + 1])
     thumbs = bool(rows) and isinstance(rows[0], Thumb)
-    left = sum(map(len, train)) if thumbs else len(train)
+    left = len(train.rows) if thumbs else len(train)
     if left < settings.batch:
         raise DataError(
             f"{len(rows)} {'thumbs' if thumbs else 'preference pairs'} leave {left} "

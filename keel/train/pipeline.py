@@ -1,6 +1,7 @@
 """A whole run: stages in order, each skipped when finished with the same inputs, resumed when half done."""
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -41,25 +42,25 @@ UNIMPORTANT = {
 
 
 def run_recipe(
-    recipe: Recipe, console: Console, command: str, only: str | None = None, overwrite: bool = False
-) -> Path:
-    """Runs the recipe's stages (or one of them, on what is there) and returns the run folder.
+    recipe: Recipe,
+    folder: RunFolder,
+    console: Console,
+    command: str,
+    only: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Runs the recipe's stages (or one of them, on what is there) in a folder that is open.
 
     Raises:
         KeelError: with what is wrong, where and the remedy; what was there stays there.
     """
     quiet_transformers()
     torch.set_num_threads(recipe.threads or 1)
-    with (
-        RunFolder.open(recipe.root, recipe.name) as folder,
-        Interrupt(
-            lambda: console.line("finishing this step and saving; once more to stop at once", "yellow")
-        ) as interrupt,
-    ):
+    with Interrupt(
+        lambda: console.line("finishing this step and saving; once more to stop at once", "yellow")
+    ) as interrupt:
         run = Run(recipe, folder, console, interrupt, pick_device(recipe.model.device), command)
-        pipeline = Pipeline(run, only, overwrite)
-        pipeline.go()
-        return folder.path
+        Pipeline(run, only, overwrite).go()
 
 
 class Pipeline:
@@ -82,9 +83,9 @@ class Pipeline:
         source = reward_named(recipe.ppo) if recipe.ppo and recipe.ppo.reward != "model" else None
         data = self.run.folder.stage("base").path
         base = self._base() if recipe.sandbox else None
-        rows = read_inputs(recipe, data, self.run.console)
+        rows = read_inputs(recipe, data, self.run.console, self.run.folder.path)
         if isinstance(source, FunctionReward):
-            source.check_columns([*rows.train_prompts, *rows.heldout_prompts])
+            source.check_columns(itertools.chain(rows.train_prompts, rows.heldout_prompts))
         self.counts = rows.counts()
         start = base = base or self._base()
         if rows.demonstrations:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import torch
 
@@ -192,7 +192,7 @@ def _lengths(recipe: Recipe, encoder: Encoder, console: Console) -> Lengths:
     assert ppo
     each = ppo.responses_per_prompt
     if not recipe.sandbox:
-        rows = read_inputs(recipe, Path(), console).train_prompts
+        rows = read_inputs(recipe, Path(), console, Path(gettempdir())).train_prompts
         mixture = mixture_of(ppo.data, rows)
         chosen = [rows[i] for i in batch_rows(len(rows), ppo.rollouts // each, 0, recipe.seed, mixture=mixture)]
         prompts = tuple(len(encoder.prompt_ids(prompt)) for prompt in chosen for _ in range(each))

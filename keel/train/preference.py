@@ -6,9 +6,12 @@ training, and kept (4 bytes a response): no second model is ever held, and no pa
 simpo and orpo have no reference and compute none.
 """
 
+from array import array
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from keel.algo.preference import Metrics, dpo, ipo, kto, kto_baseline, mean_nll,
 from keel.config import PreferenceConfig, SourceConfig
 from keel.data.encode import Encoder, micro_batches, pad_sequences
 from keel.data.formats import ReadResult, read_prompts
+from keel.data.spool import SEQUENCES, Each
 from keel.errors import DataError
 from keel.evaluate.intervals import wilson
 from keel.models.loading import load_encoder
@@ -28,12 +32,15 @@ from keel.rollout.local import LocalEngine
 from keel.runs.folder import StageFolder
 from keel.train import world
 from keel.train.context import Run
-from keel.train.inputs import read_judgements, split_prompts
+from keel.train.encoded import encode_rows, made_of
+from keel.train.inputs import chosen, prompts_of, read_judgements, split_prompts
 from keel.train.reward import Comparisons, micro_groups, pair_places
-from keel.train.stages import accuracy_ceiling, build_policy, compare, save_tokenizer
+from keel.train.stages import accuracy_ceiling, build_policy, compared, save_tokenizer
 from keel.train.supervised import Plan, fit
 from keel.types import PreferencePair, Prompt, Thumb, TokenSequence
 
+MEASURED_TOGETHER = 4096
+"""Responses among which those of similar length share a micro-batch where many are measured."""
 REFERENCE_FREE = ("simpo", "orpo")
 """Losses that ask for no reference."""
 
@@ -55,10 +62,12 @@ def measured_B(
 ) -> Tensor:
     """`sums_B` without gradient, over any number of sequences: [B] on the CPU. `progress` is told how many are done."""
     out_B, done = torch.zeros(len(sequences)), 0
-    for rows in micro_batches(lengths_with_kin(sequences), micro_tokens):
-        out_B[rows] = sums_B(roles, [sequences[i] for i in rows], pad_id).cpu()
-        done += len(rows)
-        progress(done)
+    for start in range(0, len(sequences), MEASURED_TOGETHER):
+        some, part_B = sequences[start : start + MEASURED_TOGETHER], out_B[start : start + MEASURED_TOGETHER]
+        for rows in micro_batches(lengths_with_kin(some), micro_tokens):
+            part_B[rows] = sums_B(roles, [some[i] for i in rows], pad_id).cpu()
+            done += len(rows)
+            progress(done)
     return out_B
 
 
@@ -72,9 +81,25 @@ class Pairs:
     @classmethod
     def of(cls, groups: Sequence[Comparisons], reference_B: Tensor | None) -> "Pairs":
         """reference_B: of all sequences of the groups in a row; None: the loss asks for none."""
-        sizes = [len(group.sequences) for group in groups]
-        whole_B = torch.zeros(sum(sizes)) if reference_B is None else reference_B
-        return cls(groups, whole_B.split(sizes))
+        starts = starts_of(len(group.sequences) for group in groups)
+        whole_B = torch.zeros(starts[-1]) if reference_B is None else reference_B
+        return cls(groups, Each(len(groups), lambda i: whole_B[starts[i] : starts[i + 1]]))
+
+
+def starts_of(sizes: Iterable[int]) -> "array[int]":
+    """Where each part begins when all stand in a row, and where the last one ends."""
+    return array("q", accumulate(sizes, initial=0))
+
+
+def in_a_row(groups: Sequence[Comparisons]) -> Each[TokenSequence]:
+    """All sequences of the groups."""
+    starts = starts_of(len(group.sequences) for group in groups)
+
+    def at(place: int) -> TokenSequence:
+        group = bisect_right(starts, place) - 1
+        return groups[group].sequences[place - starts[group]]
+
+    return Each(starts[-1], at)
 
 
 def pair_pass(
@@ -137,26 +162,30 @@ class Judged:
     up: bool
 
 
-def judged(encoder: Encoder, groups: Sequence[Sequence[Thumb]]) -> list[Judged]:
-    """The thumbs of all prompts (a group each) in a row; mismatched responses are those of the next prompt.
+def judged(sequences: Sequence[TokenSequence], up: Sequence[int], sizes: Sequence[int]) -> Each[Judged]:
+    """Thumbs of several prompts, those of one prompt together; mismatched responses are those of the next prompt.
 
-    Raises DataError where there is one prompt alone.
+    sequences, up: of all thumbs in a row. sizes: how many each prompt has.
     """
-    if len(groups) < 2:
+    starts = starts_of(sizes)
+
+    def at(row: int) -> Judged:
+        group = bisect_right(starts, row) - 1
+        then = (group + 1) % len(sizes)
+        own, other = sequences[row], sequences[starts[then] + (row - starts[group]) % sizes[then]]
+        return Judged(own, TokenSequence(own.prompt_ids, other.response_ids), bool(up[row]))
+
+    return Each(starts[-1], at)
+
+
+def require_prompts(count: int) -> None:
+    """Raises DataError where there is one prompt alone."""
+    if count < 2:
         raise DataError(
             "loss kto needs responses to at least two prompts: its baseline is measured on those of others",
             where="preference.data",
             remedy="give more data, or lower preference.held_out",
         )
-    encoded = [[encoder.sequence(thumb.prompt, thumb.response) for thumb in group] for group in groups]
-    rows: list[Judged] = []
-    for g, group in enumerate(groups):
-        others = encoded[(g + 1) % len(groups)]
-        for k, thumb in enumerate(group):
-            own = encoded[g][k]
-            mismatched = TokenSequence(own.prompt_ids, others[k % len(others)].response_ids)
-            rows.append(Judged(own, mismatched, thumb.desirable))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -226,7 +255,11 @@ def chance_above(up_B: Tensor, down_B: Tensor) -> float:
 
 Judgements = ReadResult[PreferencePair] | ReadResult[Thumb]
 Work = tuple[
-    list[Prompt], list[int], Callable[[list[int]], dict[str, float]], Callable[[], dict[str, float]], dict[str, Any]
+    Sequence[Prompt],
+    Sequence[int],
+    Callable[[list[int]], dict[str, float]],
+    Callable[[], dict[str, float]],
+    dict[str, Any],
 ]
 """Prompts and lengths of the rows to train on, a step over some of them, the held-out numbers, and what was found in
 the data."""
@@ -243,15 +276,13 @@ def preference_stage(
     recipe, settings = run.recipe, run.recipe.preference
     assert settings and settings.learning_rate
     encoder = load_encoder(start, recipe.model)
-    roles = build_policy(run, start)
+    roles = build_policy(run, start, recipe.model.backbone == "shared")
     if read is None:
         if ranked is None:
-            prompts = read_prompts(data / world.PROMPTS).records
+            prompts = list(read_prompts(data / world.PROMPTS).records)
             ranked = world.collect_preferences(run, stage, LocalEngine(roles, encoder), prompts, settings)
-        read = read_judgements(SourceConfig(path=[str(ranked)]), settings)
-    asked, lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(
-        run, roles, encoder, read.records
-    )
+        read = read_judgements(SourceConfig(path=[str(ranked)]), settings, run.folder.path)
+    asked, lengths, step, measure, found = (_thumbs if settings.loss == "kto" else _pairs)(run, roles, encoder, read)
     plan = Plan.of(settings, len(lengths))
     numbers = fit(run, stage, settings.loss, roles, "policy", asked, plan, step, measure, lengths)
     if settings.loss not in (*REFERENCE_FREE, "kto") and numbers["heldout_reward_chosen"] < 0:
@@ -267,39 +298,52 @@ def preference_stage(
     )
 
 
-def _pairs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> Work:
+def _pairs(run: Run, roles: Roles, encoder: Encoder, read: ReadResult[Any]) -> Work:
     settings, pad_id = run.recipe.preference, encoder.pad_id
     assert settings
-    train, held = split_prompts(records, settings, run.recipe.seed, "preference")
-    groups = [compare(encoder, pairs) for pairs in train + held]
-    sequences = [s for group in groups for s in group.sequences]
-    pairs = Pairs.of(groups, _reference(run, roles, encoder, sequences, settings))
+    train, held = split_prompts(read.records, settings, run.recipe.seed, "preference")
+    groups = compared(run, settings, encoder, read.sha256, train, held)
+    pairs = Pairs.of(groups, _reference(run, roles, encoder, in_a_row(groups), settings))
 
     def measure() -> dict[str, float]:
         with torch.no_grad():
             numbers = pair_pass(roles, pairs, range(len(train), len(groups)), settings, pad_id)
         return {f"heldout_{name}": numbers[name] for name in ("loss", "accuracy", "reward_chosen")}
 
-    found = {"pairs": sum(map(len, train)), "prompts": len(train), "heldout_pairs": sum(map(len, held))}
+    found = {"pairs": len(train.rows), "prompts": len(train), "heldout_pairs": len(held.rows)}
     found["heldout_prompts"] = len(held)
     return (
-        [pairs_of_one[0].prompt for pairs_of_one in train],
-        [group.longest for group in groups[: len(train)]],
+        train.prompts,
+        array("q", (groups[i].longest for i in range(len(train)))),
         lambda rows: pair_pass(roles, pairs, rows, settings, pad_id),
         measure,
         found | accuracy_ceiling(run.recipe, held),
     )
 
 
-def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) -> Work:
+def _thumbs(run: Run, roles: Roles, encoder: Encoder, read: ReadResult[Any]) -> Work:
     """Raises DataError where one kind of thumb is missing on either side."""
     settings, pad_id = run.recipe.preference, encoder.pad_id
     assert settings
-    train, held = split_prompts(records, settings, run.recipe.seed, "preference")
-    rows = judged(encoder, train)
-    kept = [(encoder.sequence(t.prompt, t.response), t.desirable) for group in held for t in group]
-    ups, downs = ([s for s, up in kept if up is kind] for kind in (True, False))
-    found = {"thumbs_up": sum(row.up for row in rows), "thumbs": len(rows), "heldout_thumbs": len(kept)}
+    train, held = split_prompts(read.records, settings, run.recipe.seed, "preference")
+    require_prompts(len(train))
+    numbers = train.rows + held.rows
+    given: Sequence[Thumb] = chosen(read.records, numbers)
+    encoded = encode_rows(
+        run,
+        "preference",
+        encoder,
+        SEQUENCES,
+        len(given),
+        lambda i: [encoder.sequence(given[i].prompt, given[i].response)],
+        made_of(read.sha256, settings.data, numbers, thumbs=True),
+    )
+    sequences = Each(len(given), lambda i: encoded[i][0])
+    up = bytearray(thumb.desirable for thumb in given)
+    rows = judged(sequences, up, train.sizes)
+    kept = range(len(rows), len(given))
+    ups, downs = ([sequences[i] for i in kept if up[i] == kind] for kind in (True, False))
+    found = {"thumbs_up": sum(up[: len(rows)]), "thumbs": len(rows), "heldout_thumbs": len(kept)}
     if not ups or not downs or found["thumbs_up"] in (0, len(rows)):
         raise DataError(
             f"loss kto needs thumbs of both kinds; of {len(rows)} to train on {found['thumbs_up']} are up, of "
@@ -307,11 +351,13 @@ def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) ->
             where="preference",
             remedy="give thumbs of both kinds, or raise preference.held_out",
         )
-    sequences = [row.sequence for row in rows] + [row.mismatched for row in rows] + ups + downs
-    reference_B = _reference(run, roles, encoder, sequences, settings)
+    both = Each(2 * len(rows), lambda i: rows[i // 2].mismatched if i % 2 else sequences[i // 2])
+    either = [*ups, *downs]
+    every = Each(len(both) + len(either), lambda i: both[i] if i < len(both) else either[i - len(both)])
+    reference_B = _reference(run, roles, encoder, every, settings)
     assert reference_B is not None and settings.beta is not None
-    own_B, mismatched_B, ups_B, downs_B = reference_B.split([len(rows), len(rows), len(ups), len(downs)])
-    thumbs, beta = Thumbs(rows, own_B, mismatched_B), settings.beta
+    both_B, ups_B, downs_B = reference_B.split([len(both), len(ups), len(downs)])
+    thumbs, beta = Thumbs(rows, both_B[::2], both_B[1::2]), settings.beta
 
     def measure() -> dict[str, float]:
         up_B, down_B = (
@@ -320,8 +366,8 @@ def _thumbs(run: Run, roles: Roles, encoder: Encoder, records: Sequence[Any]) ->
         )
         return {"heldout_accuracy": chance_above(up_B, down_B), "heldout_reward_chosen": up_B.mean().item()}
 
-    lengths = [len(row.sequence) for row in rows]
-    asked = [thumb.prompt for group in train for thumb in group]
+    lengths = array("q", (len(sequences[i]) for i in range(len(rows))))
+    asked = prompts_of(chosen(read.records, train.rows))
     return asked, lengths, lambda some: thumb_pass(roles, thumbs, some, settings, pad_id), measure, found
 
 

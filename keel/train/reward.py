@@ -1,6 +1,7 @@
 """The Bradley-Terry reward model: one scalar per response, read at its last token."""
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from keel.algo import moments
 from keel.algo.preference import bradley_terry
 from keel.data.encode import micro_batches
+from keel.data.spool import Codec, pack_numbers, unpack_numbers
 from keel.evaluate.intervals import clustered_share
 from keel.models.roles import Roles, micro_group_scores, scores_B
 from keel.models.side_by_side import add_gradients, side_by_side
@@ -48,6 +50,24 @@ class Comparisons:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(map(len, self.sequences))
+
+
+def _pack(group: Comparisons) -> bytes:
+    margins = array("i", array("d", group.margins).tobytes())
+    pairs = tuple(itertools.chain.from_iterable(group.pairs))
+    responses = (s.response_ids for s in group.sequences)
+    return pack_numbers([group.sequences[0].prompt_ids, pairs, margins, *responses])
+
+
+def _unpack(raw: bytes) -> Comparisons:
+    prompt_ids, pairs, margins, *responses = unpack_numbers(raw)
+    sequences = tuple(TokenSequence(prompt_ids, response_ids) for response_ids in responses)
+    of_pairs = tuple(array("d", array("i", margins).tobytes()))
+    return Comparisons(sequences, tuple(zip(pairs[::2], pairs[1::2], strict=True)), of_pairs)
+
+
+COMPARISONS = Codec(_pack, _unpack)
+"""Token ids of the responses to one prompt, which is held once, and their pairs."""
 
 
 def pair_loss(

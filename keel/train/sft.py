@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the loss is over response tokens only, their end tokens included, without their gaps."""
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,19 +22,25 @@ def token_loss(
     The denominator is counted over the whole batch before any backward pass, so that the split into micro-batches
     changes nothing.
     """
+    step = _step(roles, role, pad_id, micro_tokens, weight)
+    return lambda rows: step([sequences[row] for row in rows])
 
+
+def _step(
+    roles: Roles, role: Role, pad_id: int, micro_tokens: int, weight: float
+) -> Callable[[list[TokenSequence]], dict[str, float]]:
     parameters, workers = list(roles.parameters(role).values()), roles.workers(role)
 
-    def step(rows: list[int]) -> dict[str, float]:
-        tokens = sum(sum(sequences[i].spoken) for i in rows)
+    def step(batch: list[TokenSequence]) -> dict[str, float]:
+        tokens = sum(sum(sequence.spoken) for sequence in batch)
 
         def loss_of(part: list[int]) -> tuple[Tensor, float]:
-            ids_BS, mask_BS, _ = pad_sequences([sequences[rows[i]] for i in part], pad_id)
+            ids_BS, mask_BS, _ = pad_sequences([batch[i] for i in part], pad_id)
             logprobs_N, _ = micro_logprobs(roles, role, ids_BS.to(roles.device), mask_BS.to(roles.device), 1.0)
             loss = -masked_sum(logprobs_N, torch.ones_like(logprobs_N, dtype=torch.bool)) / tokens
             return weight * loss, loss.item()
 
-        parts = micro_batches([len(sequences[i]) for i in rows], micro_tokens, workers)
+        parts = micro_batches([len(sequence) for sequence in batch], micro_tokens, workers)
         return {"loss": sum(add_gradients(loss_of, parts, parameters, workers)), "tokens": tokens}
 
     return step
@@ -45,9 +50,8 @@ def conversation_loss(
     roles: Roles, role: Role, conversations: Sequence[Sequence[TokenSequence]], pad_id: int, micro_tokens: int
 ) -> Callable[[list[int]], dict[str, float]]:
     """`token_loss` over rows that are one sequence or several: a batch holds all of each of its conversations."""
-    starts = [0, *itertools.accumulate(map(len, conversations))]
-    step = token_loss(roles, role, [s for some in conversations for s in some], pad_id, micro_tokens)
-    return lambda rows: step([at for row in rows for at in range(starts[row], starts[row + 1])])
+    step = _step(roles, role, pad_id, micro_tokens, 1.0)
+    return lambda rows: step([sequence for row in rows for sequence in conversations[row]])
 
 
 def mean_loss(

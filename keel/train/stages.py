@@ -1,5 +1,6 @@
 """The training stages: each reads what the stage before left, trains, and leaves a model folder and a result."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from keel import sandbox
-from keel.config import Recipe, SftConfig
+from keel.config import PreferenceConfig, Recipe, RewardConfig, SftConfig
 from keel.data.encode import Encoder
 from keel.data.formats import ReadResult, read_preferences, read_prompts
+from keel.data.spool import SEQUENCES, Each
 from keel.data.stream import batch_rows, mixture_of
 from keel.evaluate.judge import judge_report
 from keel.models.loading import load_encoder, load_to_train
@@ -26,11 +28,12 @@ from keel.runs.folder import StageFolder
 from keel.runs.log import read_lines
 from keel.train import world
 from keel.train.context import Run
-from keel.train.inputs import Inputs, split_prompts, split_rows, turns_of
+from keel.train.encoded import encode_rows, made_of
+from keel.train.inputs import Groups, Inputs, chosen, prompts_of, split_prompts, split_rows, turns_of
 from keel.train.learner import Learner
 from keel.train.online import train_online
 from keel.train.profile import profile_of, profile_sentence
-from keel.train.reward import Comparisons, accuracy, group_scores, normalise, pair_loss, rights
+from keel.train.reward import COMPARISONS, Comparisons, accuracy, group_scores, normalise, pair_loss, rights
 from keel.train.sft import conversation_loss, mean_loss, token_loss
 from keel.train.supervised import Plan, fit
 from keel.types import Demonstration, PreferencePair, TokenSequence
@@ -56,31 +59,30 @@ def sft_stage(
     assert sft and sft.learning_rate
     encoder = load_encoder(start, recipe.model)
     train_rows, held_rows = split_rows(len(read.records), sft.held_out, recipe.seed, sft.max_rows)
-    used = [read.records[i] for i in (*train_rows, *held_rows)]
-    encoded = [demonstrated(encoder, d, sft) for d in used]
-    train, held = encoded[: len(train_rows)], [s for some in encoded[len(train_rows) :] for s in some]
-    _tell_turns(run, encoder, sft, used, encoded)
-    model = load_to_train(start, recipe.model, run.device)
-    roles: Roles = (
-        SeparateRoles({"policy": model}, {}, ["policy"])
-        if sft.tuning == "full"
-        else _shared(recipe, model, ["policy"], ["policy"])
+    order = train_rows + held_rows
+    used = chosen(read.records, order)
+    made = made_of(read.sha256, sft.data, order, loss_on=sft.loss_on)
+    encoded = encode_rows(
+        run, "sft", encoder, SEQUENCES, len(used), lambda i: demonstrated(encoder, used[i], sft), made
     )
-    plan = Plan.of(sft, len(train))
+    held = [s for some in encoded[len(train_rows) :] for s in some]
+    _tell_turns(run, encoder, sft, used, encoded)
+    roles = build_policy(run, start, sft.tuning == "lora")
+    plan = Plan.of(sft, len(train_rows))
     numbers = fit(
         run,
         stage,
         "sft",
         roles,
         "policy",
-        [d.prompt for d in used[: len(train)]],
+        prompts_of(chosen(read.records, train_rows)),
         plan,
-        conversation_loss(roles, "policy", train, encoder.pad_id, sft.micro_tokens),
+        conversation_loss(roles, "policy", encoded, encoder.pad_id, sft.micro_tokens),
         lambda: mean_loss(roles, "policy", held, encoder.pad_id, sft.micro_tokens),
     )
     roles.export("policy", stage.model)
     save_tokenizer(encoder, stage.model)
-    lengths = [sum(sum(s.spoken) for s in some) / turns_of(d, sft) for d, some in zip(used, encoded, strict=True)]
+    lengths = array("d", (sum(sum(s.spoken) for s in e) / turns_of(d, sft) for d, e in zip(used, encoded, strict=True)))
     if recipe.sandbox:
         lengths = _good_half(lengths, used, data)
     return {
@@ -120,7 +122,7 @@ def _tell_turns(
         )
 
 
-def _good_half(lengths: list[float], demonstrations: list[Demonstration], data: Path) -> list[float]:
+def _good_half(lengths: Sequence[float], demonstrations: Sequence[Demonstration], data: Path) -> list[float]:
     """Lengths of the demonstrations whose gold is at or above the median."""
     asked = {p.text: p.columns for p in read_prompts(data / world.PROMPTS).records}
     golds = [
@@ -140,11 +142,12 @@ def reward_stage(
     encoder = load_encoder(start, recipe.model)
     roles = _with_reference(run, start, ["reward"], None)
     if read is None:
-        prompts = read_prompts(data / world.PROMPTS).records
+        prompts = list(read_prompts(data / world.PROMPTS).records)
         engine = LocalEngine(roles, encoder, "reference")
         read = read_preferences(world.collect_preferences(run, stage, engine, prompts, settings))
     train, held = split_prompts(read.records, settings, recipe.seed, "reward")
-    groups, held_groups = ([compare(encoder, pairs) for pairs in some] for some in (train, held))
+    groups = compared(run, settings, encoder, read.sha256, train, held)
+    held_groups = groups[len(train) :]
     plan = Plan.of(settings, len(train))
 
     def score_held_out() -> list[Tensor]:
@@ -159,22 +162,21 @@ def reward_stage(
         margin=settings.margin,
         centring=settings.centring,
     )
-    asked = [pairs[0].prompt for pairs in train]
     fit(
         run,
         stage,
         "reward model",
         roles,
         "reward",
-        asked,
+        train.prompts,
         plan,
         step,
         lambda: {"heldout_accuracy": accuracy(held_groups, score_held_out())[0]},
-        [g.longest for g in groups],
+        array("q", (groups[i].longest for i in range(len(train)))),
     )
     scores = score_held_out()  # raw, as the loss sees them
     share, interval = accuracy(held_groups, scores)
-    asked = [asked[i % len(asked)] for i in range(settings.normalise_samples)]
+    asked = [train.prompts[i % len(train)] for i in range(settings.normalise_samples)]
     with run.console.task("normalising the score over SFT samples", len(asked), unit="reply") as task:
         samples = LocalEngine(roles, encoder, "reference").generate(
             asked,
@@ -191,9 +193,9 @@ def reward_stage(
         "accuracy": share,
         "accuracy_interval": interval,
         "report": judge(stage, held, held_groups, scores),
-        "pairs": sum(map(len, train)),
+        "pairs": len(train.rows),
         "prompts": len(train),
-        "heldout_pairs": sum(map(len, held)),
+        "heldout_pairs": len(held.rows),
         "rows": read.counts,
         "cut": dict(encoder.counts),
         "steps": plan.steps,
@@ -258,6 +260,29 @@ def compare(encoder: Encoder, pairs: Sequence[PreferencePair]) -> Comparisons:
     return Comparisons.of([(found[p.chosen], found[p.rejected]) for p in pairs], [p.margin for p in pairs])
 
 
+def compared(
+    run: Run,
+    settings: RewardConfig | PreferenceConfig,
+    encoder: Encoder,
+    sha256: str,
+    train: Groups[PreferencePair],
+    held: Groups[PreferencePair],
+) -> Sequence[Comparisons]:
+    """`compare` for all groups to train on, then for all that are held out. sha256: of the data."""
+    rewards = isinstance(settings, RewardConfig)
+    numbers = train.rows + held.rows + train.sizes + held.sizes
+    made = made_of(sha256, settings.data, numbers, margin=rewards and settings.margin is not None)
+    return encode_rows(
+        run,
+        "reward" if rewards else "preference",
+        encoder,
+        COMPARISONS,
+        len(train) + len(held),
+        lambda i: compare(encoder, train[i] if i < len(train) else held[i - len(train)]),
+        made,
+    )
+
+
 def ppo_stage(
     run: Run, stage: StageFolder, start: Path | str, reward_folder: Path | None, rows: Inputs
 ) -> dict[str, Any]:
@@ -286,7 +311,7 @@ def ppo_stage(
         recipe.model.max_response_tokens,
         ppo,
         recipe.seed,
-        _ptx(recipe, roles, encoder, rows.ptx.records) if rows.ptx else None,
+        _ptx(run, roles, encoder, rows.ptx) if rows.ptx else None,
     )
     train_online(run, stage, learner, encoder, rows.train_prompts, source, gold)
     after = {role: roles.fingerprint(role) for role in frozen}
@@ -312,13 +337,23 @@ def _tell_warm_up(run: Run, warming: int) -> None:
         )
 
 
-def _ptx(recipe: Recipe, roles: Roles, encoder: Encoder, rows: Sequence[Demonstration]) -> Callable[[int], float]:
+def _ptx(run: Run, roles: Roles, encoder: Encoder, read: ReadResult[Demonstration]) -> Callable[[int], float]:
     """Language modelling for the n-th minibatch of the run: adds its weighted gradient, returns its loss."""
+    recipe, said = run.recipe, read.records
     assert recipe.ppo and recipe.ppo.ptx
     ppo, ptx = recipe.ppo, recipe.ppo.ptx
-    sequences = [encoder.sequence(d.prompt, d.response) for d in rows]
+    encoded = encode_rows(
+        run,
+        "ptx",
+        encoder,
+        SEQUENCES,
+        len(said),
+        lambda i: [encoder.sequence(said[i].prompt, said[i].response)],
+        made_of(read.sha256, ptx.data, range(len(said))),
+    )
+    sequences = Each(len(encoded), lambda i: encoded[i][0])
     step = token_loss(roles, "policy", sequences, encoder.pad_id, ppo.micro_tokens, ptx.coefficient)
-    mixture = mixture_of(ptx.data, [d.prompt for d in rows])
+    mixture = mixture_of(ptx.data, prompts_of(said))
     return lambda n: step(batch_rows(len(sequences), ptx.batch, n, recipe.seed, mixture=mixture))["loss"]
 
 
@@ -327,9 +362,9 @@ def build_frozen(run: Run, start: Path | str, reward_folder: Path | None) -> Rol
     return _with_reference(run, start, ["reward"] if reward_folder else [], reward_folder)
 
 
-def build_policy(run: Run, start: Path | str) -> Roles:
+def build_policy(run: Run, start: Path | str, adapters: bool) -> Roles:
     """The policy alone, for training; until its first step it is the model that it starts from."""
-    if run.recipe.model.backbone == "separate":
+    if not adapters:
         return _separate(run, start, ["policy"], None)
     return _shared(run.recipe, load_to_train(start, run.recipe.model, run.device), ["policy"], ["policy"])
 

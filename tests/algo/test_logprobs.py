@@ -26,8 +26,8 @@ def chunked(tensors, temperature, chunk=1024):
     return token_logprobs(hidden, weight, bias, ids, temperature, chunk)
 
 
-def whole(tensors, temperature):
-    hidden, weight, bias, ids = tensors
+def whole(tensors, temperature, wide=False):
+    hidden, weight, bias, ids = (x.float() if wide and x.is_floating_point() else x for x in tensors)
     logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
     logprobs = logits.log_softmax(1)
     return logprobs.gather(1, ids[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
@@ -44,9 +44,10 @@ def chunked_kl(tensors, reference, temperature, chunk=1024):
     return exact_kl(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, temperature, chunk)
 
 
-def whole_kl(tensors, reference, temperature):
+def whole_kl(tensors, reference, temperature, wide=False):
+    own = [x.float() if wide else x for x in tensors[:3]]
     logprobs, ref_logprobs = (
-        (torch.nn.functional.linear(*x).float() / temperature).log_softmax(1) for x in (tensors[:3], reference)
+        (torch.nn.functional.linear(*x).float() / temperature).log_softmax(1) for x in (own, reference)
     )
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(1)
 
@@ -100,13 +101,17 @@ def test_only_what_requires_a_gradient_gets_one(inputs, trained, output):
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("unit", [True, False])
-def test_bfloat16_multiplies_in_its_dtype_and_goes_on_in_float32(inputs, monkeypatch, unit):
-    """unit: whether the processor has instructions for it; without, backward multiplies blocks in float32."""
-    monkeypatch.setattr("keel.algo.precision._has_bfloat16", lambda: unit)
-    monkeypatch.setattr("keel.algo.logprobs.BLOCK", 5)
+@pytest.fixture(params=[True, False])
+def unit(request, monkeypatch):
+    """Whether the processor has instructions for bfloat16; without, blocks of the weight are multiplied in float32."""
+    monkeypatch.setattr("keel.algo.precision._has_bfloat16", lambda: request.param)
+    monkeypatch.setattr("keel.algo.precision.BLOCK", 5)
+    return request.param
+
+
+def test_bfloat16_multiplies_in_its_dtype_and_goes_on_in_float32(inputs, unit):
     tensors = inputs(torch.bfloat16)
-    actual, expected = chunked(tensors, 0.7, 10), whole(tensors, 0.7)
+    actual, expected = chunked(tensors, 0.7, 10), whole(tensors, 0.7, wide=not unit)
     assert actual[0].dtype == actual[1].dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     mine = torch.autograd.grad(actual[0].sum() + actual[1].sum(), tensors[:3])
@@ -269,11 +274,11 @@ def test_exact_kl_gives_the_reference_no_gradient(inputs, reference):
     assert all(x.grad is None for x in reference) and all(x.grad is not None for x in tensors[:3])
 
 
-def test_exact_kl_in_bfloat16_and_under_autocast(inputs, reference):
+def test_exact_kl_in_bfloat16_and_under_autocast(inputs, reference, unit):
     tensors = inputs(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         actual = chunked_kl(tensors, reference, 0.7, 10)
-    expected = whole_kl(tensors, reference, 0.7)
+    expected = whole_kl(tensors, reference, 0.7, wide=not unit)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     for a, b in zip(*(torch.autograd.grad(x.sum(), tensors[:3]) for x in (actual, expected)), strict=True):

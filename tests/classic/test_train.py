@@ -16,6 +16,7 @@ from keel.classic.config import ClassicConfig
 from keel.classic.train import Learner, train_classic
 from keel.errors import ConfigError, Interrupted, RunError
 from keel.runs.console import Console
+from keel.runs.folder import RunFolder
 from keel.runs.log import read_lines
 from tests.classic import tasks
 
@@ -25,7 +26,9 @@ SHORT: dict[str, Any] = {"env": "CartPole-v1", "steps": 1024, "environments": 2,
 
 
 def train(overwrite: bool = False, **settings: Any) -> dict[str, Any]:
-    return train_classic(ClassicConfig(**settings), Console(), "keel classic", overwrite)
+    config = ClassicConfig.model_validate(settings)
+    with RunFolder.open(config.root, config.run_name) as folder:
+        return train_classic(config, folder, Console(), "keel classic", overwrite)
 
 
 def learner(**settings: Any) -> Learner:
@@ -186,10 +189,9 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, Any], told: st
         ({"env": "KeelPair-v0"}, "the actions of KeelPair-v0 are MultiDiscrete"),
     ],
 )
-def test_settings_that_do_not_fit_the_task_are_refused(place: Path, settings: dict[str, Any], told: str):
-    config = ClassicConfig.model_validate({"env": "CartPole-v1"} | settings)
+def test_settings_that_do_not_fit_the_task_are_refused(place: Path, settings: Any, told: str):
     with pytest.raises(ConfigError, match=told):
-        train_classic(config, Console(), "keel classic")
+        train(**{"env": "CartPole-v1", **settings})
     assert not Path("runs").exists()
 
 

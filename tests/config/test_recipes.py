@@ -1,5 +1,6 @@
 """Recipes: every shipped one parses; misspelt, inert and contradictory settings are refused with the reason."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from keel import recipe as recipes
 from keel.errors import ConfigError
+from keel.runs.folder import RunFolder
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 SHIPPED = sorted(FOLDER.glob("*.yaml"))
@@ -116,15 +118,72 @@ def test_what_is_refused_and_why(given, told):
     assert told in str(error.value) and "r.yaml" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["name: a\nname: b", "name: 2024-13-45", "x: !!int abc", "[" * 3000, "x: !!timestamp x"]
-)
+@pytest.mark.parametrize("text", ["name: a\nname: b", "name: [a", "x: !!int abc", "[" * 3000, "x: !!timestamp x"])
 def test_yaml_that_is_none_or_says_a_thing_twice(text, tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         recipes.load(file)
     assert "r.yaml" in str(error.value) and ("no YAML" in str(error.value))
+
+
+WRITTEN = """\
+name: 010
+model:
+  path: somewhere
+  max_prompt_tokens: {tokens}
+ppo:
+  data: {{path: [2024-01-02, b], columns: {{prompt: no}}}}
+  reward: a:b
+  whiten: off
+  rollouts: 1_024
+  critic: {{clip: ~}}
+  policy:
+    learning_rate: {rate}
+"""
+
+
+def test_a_value_is_read_as_a_person_reads_it_in_yaml_and_flags_alike(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(WRITTEN.format(tokens="010", rate="1e-4"))
+    recipe = recipes.load(file)
+    assert (recipe.name, recipe.model.max_prompt_tokens) == ("010", 10)
+    ppo = recipe.ppo
+    assert ppo and ppo.data and (ppo.data.path, ppo.data.columns) == (["2024-01-02", "b"], {"prompt": "no"})
+    assert (ppo.whiten, ppo.rollouts, ppo.critic.clip, ppo.policy.learning_rate) == ("off", 1024, None, 1e-4)
+    flags = ["--model.max-prompt-tokens", "020", "--ppo.rollouts", "2_048", "--ppo.data.weights", "[010, 1]"]
+    changed = recipes.load(file, flags)
+    assert changed.ppo and changed.ppo.data
+    assert (changed.model.max_prompt_tokens, changed.ppo.rollouts, changed.ppo.data.weights) == (20, 2048, [10.0, 1.0])
+    assert recipes.load(write(tmp_path / "again.yaml", recipes.to_yaml(recipe))) == recipe
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("tokens", ["0x10", "0o17", "1:30", "yes", "1e2"])
+def test_a_number_that_is_no_decimal_one_is_told_with_its_line(tokens, tmp_path):
+    file = write(tmp_path / "r.yaml", WRITTEN.format(tokens=tokens, rate="on"))
+    with pytest.raises(ConfigError) as error:
+        recipes.load(file)
+    assert str(error.value).splitlines() == [
+        f"model.max_prompt_tokens: it should be a valid integer, not {tokens}",
+        "ppo.policy.learning_rate: it should be a valid number, not on",
+        f"  where:  {file}:4, 12",
+        "  remedy: give an integer; give a number",
+    ]
+    file.write_text(WRITTEN.format(tokens="1", rate="1"))
+    with pytest.raises(ConfigError, match=f"not {tokens}"):
+        recipes.load(file, ["--model.max-prompt-tokens", tokens])
+
+
+def test_the_line_of_what_is_missing_is_that_of_its_section(tmp_path):
+    file = write(tmp_path / "r.yaml", "name: x\nmodel:\n  dtype: float32\nlogs: [1]\n")
+    with pytest.raises(ConfigError) as error:
+        recipes.load(file)
+    assert error.value.where == f"{file}:2, 4"
 
 
 def test_a_misspelt_recipe_names_the_nearest(monkeypatch):
@@ -223,3 +282,16 @@ def test_help_and_refusals_come_before_torch(arguments):
     assert done.stderr.strip().endswith("False") and "Traceback" not in done.stderr
     if "--ppo.policy.clp" in arguments:
         assert "did you mean --ppo.policy.clip?" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["run", "recipes/quickstart.yaml"], ["classic", "CartPole-v1"]])
+def test_a_busy_folder_is_refused_before_torch_and_left_as_it_is(arguments, tmp_path):
+    def there() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    with RunFolder.open(tmp_path, "busy"):
+        before = there()
+        done = keel(*arguments, "--root", str(tmp_path), "--name", "busy")
+        assert there() == before
+    assert done.returncode == 2 and f"keel: the run is in use by process {os.getpid()} on" in done.stderr
+    assert done.stderr.strip().endswith("False") and "loading" not in done.stdout

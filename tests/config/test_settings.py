@@ -187,7 +187,21 @@ def test_a_remedy_of_several_faults_is_said_once(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "resume", "sft", "reward", "preference", "ppo", "eval", "show", "plan", "inspect", "chat", "classic"],
+    [
+        "run",
+        "resume",
+        "sft",
+        "reward",
+        "preference",
+        "ppo",
+        "eval",
+        "show",
+        "plan",
+        "inspect",
+        "chat",
+        "export",
+        "classic",
+    ],
 )
 def test_every_command_has_a_help_of_its_own(capsys, command):
     code, out, _ = told(capsys, command, "--help")

@@ -140,6 +140,15 @@ class TestTables:
         with pytest.raises(DataError, match="'prompt' holds bytes"):
             read_prompts(tmp_path / "a.parquet", {"prompt": "raw"})
 
+    @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow", "a.csv", "a.tsv"])
+    def test_a_table_of_names_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+        monkeypatch.setitem(globals(), "TABLE", TABLE.slice(0, 0))
+        monkeypatch.setitem(globals(), "CSV", "prompt,completion\n")
+        path = save(tmp_path / name)
+        with pytest.raises(DataError, match=r"names of columns \(prompt, completion\) and no rows") as caught:
+            read_prompts(path)
+        assert caught.value.where == path
+
     def test_many_batches(self, tmp_path: Path):
         parquet.write_table(pa.table({"prompt": [str(n) for n in range(2500)]}), tmp_path / "a.parquet")
         assert [record.text for record in read_prompts(tmp_path / "a.parquet").records] == [str(n) for n in range(2500)]
@@ -258,7 +267,7 @@ def test_a_pipe_is_refused_and_does_not_hang(tmp_path: Path):
 
 
 def test_every_file_of_the_shared_folder_reads_as_it_is(shared: Path):
-    """By one of the readers; how many rows of each is in test_formats.py."""
+    """By one of the readers; how many rows of each is in test_real_files.py."""
     readers = {
         "alpaca_en_demo.json": read_demonstrations,
         "alpaca_eval_pairs.jsonl.gz": read_preferences,

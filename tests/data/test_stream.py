@@ -1,6 +1,7 @@
 """Order of rows: hand-worked epochs, every row once an epoch, resume from the step alone."""
 
 import itertools
+from array import array
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ class TestMixtures:
         prompts = asked(0, 1, 0, 0, 1, 0)
         for weights, counts in (((1, 1), (3, 3)), ((2, 1), (4, 2)), ((1, 9), (1, 5))):
             mixture = mixture_of(source(*weights), prompts)
-            assert mixture == Mixture(((0, 2, 3, 5), (1, 4)), counts)
+            assert mixture == Mixture((array("q", [0, 2, 3, 5]), array("q", [1, 4])), counts)
         assert mixture_of(SourceConfig(path=["a", "b"]), prompts) is None and mixture_of(None, prompts) is None
 
     def test_remainders_of_three(self):

@@ -99,9 +99,11 @@ def run(model: str = "model", data: str = "rows.jsonl", prompt_tokens: int = 512
         ({"data": "x" * 5000}, ["cannot be read", "remedy"]),
         ({"reward": "fn.py:nan"}, ["nan, which is not a finite number", "fn.py:nan", "rows.jsonl:"]),
         (
-            {"reward": "fn.py:gone"},
-            ["no function 'gone'", "anything, dumb, foreign, good, huge, leaves, nan, none, raises, rewrites, stars"],
+            {"reward": "fn.py:away"},
+            ["no function 'away'", "anything, dumb, foreign, good, huge, leaves, nan, none, raises, rewrites, stars"],
         ),
+        ({"reward": "fn.py:godo"}, ["no function 'godo'", "remedy: did you mean fn.py:good?"]),
+        ({"reward": ".:f"}, ["names no function", "recipe.yaml:", "give 'file.py:function'"]),
         ({"reward": "gone.py:f"}, ["there is no file gone.py", "ppo.reward", "paths start from"]),
     ],
 )

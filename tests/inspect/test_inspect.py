@@ -315,6 +315,26 @@ class TestCommand:
         assert "prompt stands in the held-out file" in (tmp_path / "a.html").read_text()
 
     @pytest.mark.parametrize(
+        ("row", "flags", "reason"),
+        [
+            (pair("a", "b", "b"), [], "identical pair"),
+            (pair("a", "b", "b"), ["--json"], "identical pair"),
+            ({"prompt": 7}, ["--kind", "prompts"], "'prompt' holds number"),
+        ],
+    )
+    def test_where_no_row_can_be_used_the_report_is_shown_and_the_exit_code_says_so(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], row, flags, reason
+    ):
+        path = write(tmp_path / "a.jsonl", row, row)
+        with pytest.raises(SystemExit) as left:
+            cli.main(["inspect", path, *flags])
+        told = capsys.readouterr()
+        assert left.value.code == 2 and reason in told.out
+        assert told.err.startswith(f"keel: no row of 2 can be used\n  where:  {path}\n  remedy: the report")
+        if flags == ["--json"]:
+            assert json.loads(told.out)["rows"] == {"read": 2, "kept": 0, "dropped": 2, "refused": 0}
+
+    @pytest.mark.parametrize(
         ("flags", "what"),
         [
             ([], "needs a file"),

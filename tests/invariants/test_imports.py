@@ -12,6 +12,7 @@ KEEL = Path(__file__).parents[2] / "keel"
 ORDER = (
     "errors",
     "config",
+    "plain_yaml",
     "settings",
     "recipe",
     "metrics",

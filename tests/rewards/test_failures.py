@@ -1,5 +1,6 @@
 """Reward functions and remote scorers that fail: what is told, what one failing row costs, and how it ends."""
 
+import functools
 import json
 import signal
 import subprocess
@@ -264,13 +265,91 @@ def test_a_recipe_names_its_scorer():
     assert isinstance(function, FunctionReward) and (function.timeout, function.max_failed) == (60.0, 0.2)
 
 
+MODULES = {
+    "broken.py": "x = 1\ndef f(response:\n    return 1.0\n",
+    "raising.py": "import json\njson.loads('{')\n",
+    "leaving.py": "raise SystemExit(3)\n",
+    "needing.py": "import no_such_library\n",
+    "beside.py": "import good\n",
+    "good.py": "LIMIT = 3\ndef score(response): return 1.0\nasync def later(response): return 1.0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "where", "remedy"),
+    [
+        ("broken.py:f", "is no Python: '(' was never closed", "broken.py:2, for broken.py:f", "mend that line"),
+        ("raising.py:f", "raised JSONDecodeError: Expecting property name", "raising.py:f", "mend it"),
+        ("raising.py:f", "raising.py:2)", "", "python raising.py"),
+        ("leaving.py:f", "/leaving.py:1)", "leaving.py:f", "mend it"),
+        ("needing.py:f", "imports no_such_library, which is not there (/", "needing.py:f", "install it"),
+        ("beside.py:f", "imports good, which is not there (/", "beside.py:f", "PYTHONPATH=."),
+        ("no_such_library:f", "there is no module no_such_library", "no_such_library:f", "install it"),
+        ("keel.nowhere:f", "there is no module keel.nowhere", "keel.nowhere:f", "install it"),
+        ("no_such_library.deep:f", "there is no module no_such_library", "", "install it"),
+        ("good:score", "there is no module good", "good:score", "did you mean good.py:score?"),
+        ("good.py:scor", "there is no function 'scor' in good.py", "good.py:scor", "did you mean good.py:score?"),
+        (
+            "good.py:reward",
+            "there is no function 'reward' in good.py",
+            "good.py:reward",
+            "functions there: later, score",
+        ),
+        ("good.py:LIMIT", "LIMIT in good.py is no function: 3", "good.py:LIMIT", "functions there: later, score"),
+        ("good.py:later", "the reward function is async", "good.py:later", "write it with def"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_told_by_its_own_reason(tmp_path, monkeypatch, name, what, where, remedy):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    for file, text in MODULES.items():
+        (tmp_path / file).write_text(text)
+    with pytest.raises(RewardError) as caught:
+        FunctionReward.named(name)
+    error = caught.value
+    assert what in error.what and where in error.where and remedy in error.remedy, error
+    assert "importlib" not in error.what
+
+
+async def later(response: str) -> float:
+    return 1.0
+
+
+class Later:
+    async def __call__(self, response: str) -> float:
+        return 1.0
+
+
+def test_an_async_function_is_refused_and_one_that_returns_its_coroutine_too():
+    for function in (later, Later(), functools.partial(later)):
+        with pytest.raises(RewardError, match="async, and nothing awaits") as caught:
+            FunctionReward(function, "mine")
+        assert "asyncio.run" in caught.value.remedy
+    with pytest.raises(RewardError, match="a coroutine was returned: nothing awaits") as caught:
+        FunctionReward(lambda response: (later(response),)[0], "mine").score(rollouts(2))
+    assert "asyncio.run" in caught.value.remedy and caught.value.rows == [0]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"reward": "https://me:s3cret@host/x"}, "without user, password or query"),
         ({"reward": "https://host/x?key=s3cret"}, "without user, password or query"),
         ({"reward": "https://:99999999/"}, "https://host/path"),
-        ({"reward": "ftp://host/x"}, "not 'ftp://host/x'"),
+        *(
+            ({"reward": name}, "remedy: give 'file.py:function', 'package.module:function', 'https://host/path' or")
+            for name in (
+                ".:f",
+                "..rewards:f",
+                ":f",
+                "fn.py:",
+                "fn.py",
+                "f",
+                "a..b:f",
+                "dir/fn:f",
+                "ftp://me:s3cret@h/x",
+            )
+        ),
         ({"reward": "https://h/x", "scoring": {"token_env": "s3cret-token"}}, "token_env"),
         ({"reward": "fn.py:f", "scoring": {"retries": 9}}, "a function is called, not asked over HTTP"),
         ({"reward": "https://h/x", "scoring": {"max_failed": 1.0}}, "max_failed"),

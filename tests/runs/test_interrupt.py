@@ -86,6 +86,37 @@ def test_nothing_happens_in_another_thread():
     assert seen == [False, before]
 
 
+LATE = """
+import os, signal, sys
+from keel import cli
+from keel.errors import Interrupted
+
+class Late:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGINT):
+        kill(me, number)
+
+late = Late()  # goes when Python takes itself down
+
+def stopped(arguments, console):
+    raise Interrupted("stopped at step 3")
+
+def tell():
+    cli._stderr = stderr
+    if sys.argv[1] == "telling":
+        os.kill(os.getpid(), signal.SIGINT)
+    return stderr()
+
+cli._dispatch, stderr, cli._stderr = stopped, cli._stderr, tell
+cli.main([])
+"""
+
+
+@pytest.mark.parametrize(("moment", "told"), [("after", "stopped at step 3"), ("telling", "stopped at once")])
+def test_one_more_signal_in_the_last_moments_leaves_the_exit_code(moment, told):
+    done = subprocess.run([sys.executable, "-c", LATE, moment], env=HERE, capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_code_that_raises_a_keyboard_interrupt_by_itself_is_not_the_user():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born deaf to it
     try:

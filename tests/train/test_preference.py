@@ -1,6 +1,7 @@
 """The preference stage: its losses and gradients, what it starts from, that it learns, that it can be broken off."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ from keel.runs.console import Console
 from keel.runs.folder import RunFolder
 from keel.runs.interrupt import Interrupt
 from keel.runs.log import read_lines
+from keel.train import preference
 from keel.train.context import Run
 from keel.train.preference import (
     REFERENCE_FREE,
+    Judged,
     Pairs,
     Thumbs,
     chance_above,
+    in_a_row,
     judged,
     measured_B,
     pair_pass,
     preference_stage,
+    require_prompts,
     thumb_pass,
 )
 from keel.train.reward import Comparisons
@@ -68,6 +73,12 @@ def read_of(loss: str, count: int = 24) -> ReadResult[Any]:
         else [PreferencePair(p, good, bad) for p, good, bad in rows]
     )
     return ReadResult(records, {"read": count, "kept": count, "dropped": {}, "repaired": {}}, "")
+
+
+def judged_of(encoder, groups: list[list[Thumb]]) -> Sequence[Judged]:
+    thumbs = [thumb for group in groups for thumb in group]
+    sequences = [encoder.sequence(thumb.prompt, thumb.response) for thumb in thumbs]
+    return judged(sequences, [thumb.desirable for thumb in thumbs], [len(group) for group in groups])
 
 
 def run_stage(folder: Path, kind: str, model: Path, loss: str, read=None, stop_at: int | None = None, **changed: Any):
@@ -150,7 +161,7 @@ def test_dpo_of_a_batch_by_hand(tiny_model):
 def test_kto_of_a_batch_by_hand(tiny_model):
     """The same for thumbs, each with a reference of its own."""
     encoder, batch = encoder_of(tiny_model), [7, 2, 5]
-    rows = judged(encoder, [[Thumb(p, good, True), Thumb(p, bad, False)] for p, good, bad in answers(6)])
+    rows = judged_of(encoder, [[Thumb(p, good, True), Thumb(p, bad, False)] for p, good, bad in answers(6)])
     roles = backbone("separate", tiny_model, ("policy",), ("policy",))
     own, other = (
         measured_B(roles, [getattr(r, n) for r in rows], encoder.pad_id, 4000) for n in ("sequence", "mismatched")
@@ -170,7 +181,7 @@ def test_kto_of_a_batch_by_hand(tiny_model):
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_thumbs_are_judged_against_the_baseline_of_the_whole_batch_however_it_is_split(kind, tiny_model):
     encoder = encoder_of(tiny_model)
-    rows = judged(encoder, [[Thumb(p, good, True), Thumb(p, bad, False)] for p, good, bad in answers(6)])
+    rows = judged_of(encoder, [[Thumb(p, good, True), Thumb(p, bad, False)] for p, good, bad in answers(6)])
     gradients, numbers = [], []
     for tokens in (10_000, 70):
         settings = settings_of("kto", micro_tokens=tokens, undesirable_weight=1.5, likelihood=0.1)
@@ -188,14 +199,14 @@ def test_thumbs_are_judged_against_the_baseline_of_the_whole_batch_however_it_is
 def test_mismatched_responses_are_of_another_prompt(tiny_model):
     encoder = encoder_of(tiny_model)
     groups = [[Thumb(p, f"reply {i} {k}", True) for k in range(1 + i % 3)] for i, p in enumerate(prompts(5))]
-    rows = judged(encoder, groups)
+    rows = judged_of(encoder, groups)
     own = {row.sequence.response_ids: row.sequence.prompt_ids for row in rows}
     assert len(rows) == sum(map(len, groups))
     for row in rows:
         assert row.mismatched.prompt_ids == row.sequence.prompt_ids
         assert own[row.mismatched.response_ids] != row.sequence.prompt_ids
     with pytest.raises(DataError, match="at least two prompts"):
-        judged(encoder, groups[:1])
+        require_prompts(1)
 
 
 @pytest.mark.parametrize("kind", BACKBONES)
@@ -278,3 +289,17 @@ def test_a_step_on_real_rows(loss, read, name, shared, tiny_model, tmp_path):
     stage, found = run_stage(tmp_path, "separate", tiny_model, loss, few, epochs=1)
     assert all(line["loss"] > 0 for line in read_lines(stage.metrics))
     assert found["cut"]["responses cut"] > 0 and 0 <= found["heldout_accuracy"] <= 1
+
+
+def test_many_responses_are_measured_part_by_part(tiny_model, monkeypatch):
+    """Four at a time, as they are all at once; and a group's responses stand where its sequences do."""
+    roles = backbone("separate", tiny_model, ("policy",), ("policy",))
+    groups = comparisons(5)
+    flat = [s for group in groups for s in group.sequences]
+    assert list(in_a_row(groups)) == flat
+    whole, told = measured_B(roles, flat, 0, 4000), []
+    monkeypatch.setattr(preference, "MEASURED_TOGETHER", 4)
+    torch.testing.assert_close(measured_B(roles, in_a_row(groups), 0, 4000, told.append), whole, atol=1e-5, rtol=1e-5)
+    assert told[-1] == 15 and len(told) >= 4 and told == sorted(told)
+    pairs = Pairs.of(groups, whole)
+    assert torch.equal(torch.cat(list(pairs.references)), whole) and torch.equal(pairs.references[2], whole[6:9])
