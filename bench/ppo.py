@@ -69,7 +69,7 @@ def compare(
                 **{
                     key: median_update(updates_seen, key)
                     for key in updates_seen[-1]
-                    if key.startswith(("seconds", "utilisation")) or key == "length"
+                    if key.startswith(("seconds", "utilisation", "padding")) or key == "length"
                 },
             }
         )
@@ -86,6 +86,8 @@ def compare(
         other = statistics.median(r[what] for r in theirs) / scale if theirs else None
         result = line(f"ppo/{name}/{kind}", unit, mine, other, bounds, detail)
         yield {**result, "versions": {**result["versions"], **({"trl": peer.version()} if peer else {})}}
+    padded = max(r[key] for r in ours for key in ("padding_update", "padding_experience"))
+    yield line(f"ppo/{name}/padding", "share", padded, None, Bounds("ours <=", 0.05), detail)
 
 
 class Peer(NamedTuple):

@@ -93,6 +93,8 @@ _ALL = [
     Metric("clip_fraction", "share", "mean", "tokens whose ratio was clipped", (0.0, 0.3)),
     Metric("dual_clip_fraction", "share", "mean", "tokens that met the dual clip's bound"),
     Metric("steps_taken", "share", "last", "optimizer steps of the update before target_kl ended it", (0.25, 1.0)),
+    Metric("padding_experience", "share", "last", "padding in the micro-batches that scored the rollouts", (0.0, 0.05)),
+    Metric("padding_update", "share", "mean", "padding in the micro-batches of the update", (0.0, 0.05)),
     Metric("ptx_loss", "nats", "mean", "language-modelling loss that is mixed in, per token"),
     Metric(
         "equal_groups", "share", "mean", "prompts whose responses all scored the same, which teach nothing", (0.0, 0.5)

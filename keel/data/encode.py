@@ -322,6 +322,12 @@ def micro_batches(lengths: Sequence[int], tokens: int, workers: int = 1) -> list
     return groups
 
 
+def padding_share(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> float:
+    """Padding among the tokens of groups of rows, each as wide as its longest row; 0 where there are none."""
+    whole = sum(len(group) * max(lengths[row] for row in group) for group in groups)
+    return 1 - sum(lengths[row] for group in groups for row in group) / whole if whole else 0.0
+
+
 def _fits(rows: int, longest: int, length: int, tokens: int) -> bool:
     alike = length >= 0.9 * longest or rows * longest < BUSY_TOKENS
     return alike and (rows + 1) * longest <= tokens

@@ -15,8 +15,9 @@ from keel.algo.moments import Moments
 from keel.algo.shaping import monte_carlo_returns, penalise_unfinished, token_rewards
 from keel.algo.value_loss import explained_variance, popart
 from keel.config import GROUPED, PpoConfig
+from keel.data.encode import micro_batches, padding_share
 from keel.errors import RewardError, StepError
-from keel.models.roles import Roles, exact_kl_BT, logprobs_BT, values_BT
+from keel.models.roles import Roles, exact_kl_BT, lengths_with_kin, logprobs_BT, values_BT
 from keel.rewards.base import Reward
 from keel.rollout.engine import Engine, Sampling
 from keel.train.choices import advantages
@@ -125,7 +126,9 @@ def make_experience(
     in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
     rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
+    parts = micro_batches(lengths_with_kin(sequences), ppo.micro_tokens, roles.workers("policy"))
     metrics = {
+        "padding_experience": padding_share([len(s) for s in sequences], parts),
         "entropy": masked_mean(entropy_BT, mask_BT, None).item(),
         "return_mean": masked_mean(came_BT, mask_BT, None).item(),
         "sampler_mismatch": (policy_BT - rollouts.sampler_logprobs_BT)[mask_BT].abs().max().item(),

@@ -126,7 +126,8 @@ def profile_metrics(laps: Mapping[str, float], work: Mapping[str, Work], rate: f
 
 
 def profile_of(stage: StageFolder, dtype: str) -> dict[str, Any]:
-    """The profile of a whole stage from its logs: seconds in all; tokens/s and utilisation, weighted by time."""
+    """The profile of a whole stage from its logs: seconds in all; tokens/s and utilisation, weighted by time; the
+    update's padding, of each step alike."""
     lines = list(read_lines(stage.metrics))
     parts: dict[str, dict[str, float]] = {}
     for name in (*PROFILED, "experience"):
@@ -142,8 +143,10 @@ def profile_of(stage: StageFolder, dtype: str) -> dict[str, Any]:
     saves = [event["waited"] for event in read_lines(stage.events) if "waited" in event]
     parts["save"] = {"seconds": sum(saves)}
     spent = sum(line["seconds"] for line in lines)
+    padded = [line["padding_update"] for line in lines if "padding_update" in line]
     return {
         "parts": parts,
+        "padding": sum(padded) / len(padded) if padded else 0.0,
         "seconds": spent + sum(saves),
         "utilisation": sum(line["utilisation"] * line["seconds"] for line in lines) / (spent or 1.0),
         "product_rate": lines[-1]["product_rate"] if lines else 0.0,
@@ -159,4 +162,5 @@ def profile_sentence(profile: Mapping[str, Any]) -> str:
         notes += [f"{part['utilisation']:.0%}"] if "utilisation" in part else []
         shown.append(f"{name} {part['seconds']:.1f} s" + (f" ({', '.join(notes)})" if notes else ""))
     rate = f"{profile['product_rate'] / 1e9:.0f} GFLOP/s, a matrix product for {profile['dtype']} weights here"
-    return f"{', '.join(shown)}; model FLOP utilisation {profile['utilisation']:.0%} of {rate}"
+    padded = f"{profile['padding']:.1%} of the update's micro-batches is padding"
+    return f"{', '.join(shown)}; model FLOP utilisation {profile['utilisation']:.0%} of {rate}; {padded}"

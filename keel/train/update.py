@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from keel.algo import moments
 from keel.algo.masking import loss_denominators
 from keel.algo.value_loss import value_loss
-from keel.data.encode import micro_batches, pad_sequences
+from keel.data.encode import micro_batches, pad_sequences, padding_share
 from keel.errors import NumberError, StepError
 from keel.models.roles import Role, lengths_with_kin, micro_policy, micro_values, unpacked
 from keel.models.side_by_side import add_gradients
@@ -154,14 +154,14 @@ def accumulate(
     found = add_gradients(lambda job: losses[job[0]](job[1]), jobs, parameters, workers)
     told = {role: [what for (own, _), what in zip(jobs, found, strict=True) if own == role] for role in taught}
 
-    totals: dict[str, float] = {}
+    totals = {"padding_update": padding_share([len(sequences[i]) for i in rows], parts)}
     if "policy" in told:
         largest = max(metrics.pop("log_ratio_abs_max") for metrics in told["policy"])
         loss = sum(metrics.pop("policy_loss") for metrics in told["policy"])
         sums = Counter[str]()
         for metrics in told["policy"]:
             sums.update(metrics)
-        totals = {"policy_loss": loss, "log_ratio_abs_max": largest, **{name: n / tokens for name, n in sums.items()}}
+        totals |= {"policy_loss": loss, "log_ratio_abs_max": largest, **{name: n / tokens for name, n in sums.items()}}
     if "critic" in told:
         totals["value_loss"] = sum(told["critic"])
     return totals

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from keel.data.encode import DEFAULT_CHAT_TEMPLATE, Encoder, eos_ids_of, micro_batches, pad_sequences
+from keel.data.encode import DEFAULT_CHAT_TEMPLATE, Encoder, eos_ids_of, micro_batches, pad_sequences, padding_share
 from keel.errors import ConfigError, DataError, ModelError
 from keel.types import Prompt, TokenSequence
 
@@ -240,6 +240,11 @@ class TestBatches:
         assert micro_batches([3, 9, 2, 3, 5], tokens=8) == [[1], [4], [0, 3], [2]]
         assert micro_batches([3, 9, 2, 3, 5], tokens=10) == [[1], [4, 0], [3, 2]]
         assert micro_batches([], tokens=8) == []
+
+    def test_padding_by_hand(self):
+        # Two rows of 5 and 3 in ten places, one of 2 in two: 10 of 12 are tokens.
+        assert padding_share([3, 5, 2], [[1, 0], [2]]) == pytest.approx(1 / 6)
+        assert padding_share([4, 4], [[0, 1]]) == 0 and padding_share([], []) == 0
 
     @given(st.lists(st.integers(1, 90), max_size=60), st.sampled_from([10, 300, 2000, 8192]), st.integers(1, 4))
     def test_micro_batches_hold_every_row_once_within_the_budget(self, lengths: list[int], tokens: int, workers: int):

@@ -231,6 +231,21 @@ def test_an_update_that_ends_early_tells_means_over_the_steps_it_took(tiny_model
     assert found["value_loss"] == pytest.approx(first["value_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_padding_of_experience_and_update_by_hand(kind, tiny_model):
+    """Sequences of 4, 2, 3 and 3 tokens; a micro-batch holds at most two of them."""
+    recipe = recipe_of(micro_tokens=8, rollouts=4, minibatches=2)
+    assert recipe.ppo
+    mask = torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None]
+    ids = [(5,), (6,), (7,), (8,)]
+    rollouts = Rollouts(prompts(4), ids, mask.long(), mask, torch.zeros(4, 3), ["stop"] * 4, ["a"] * 4, 0)
+    roles = backbone(kind, tiny_model)
+    experience, metrics = experience_of(roles, recipe, rollouts, torch.zeros(4))
+    assert metrics["padding_experience"] == pytest.approx(1 - 12 / 14)  # 4 with 3, then 3 with 2
+    found = accumulate(learner_of(roles, recipe), experience, [0, 1], first_state(recipe.ppo), ["policy"], "here")
+    assert found["padding_update"] == pytest.approx(1 - 6 / 8)  # 4 with 2
+
+
 def test_metrics_of_rollouts_by_hand():
     """Rows of 3, 1, 2 and 2 tokens, the second cut, the third without a score, the last two alike."""
     asked = prompts(2)

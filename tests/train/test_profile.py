@@ -79,16 +79,20 @@ def test_profile_of_a_stage_weighs_by_time(tmp_path: Path):
         with JsonLines(stage.metrics) as log:
             for step, (seconds, speed, share) in enumerate([(1.0, 10.0, 0.5), (3.0, 30.0, 0.1)], 1):
                 part = {"seconds_update": seconds, "tokens_per_second_update": speed, "utilisation_update": share}
+                part["padding_update"] = share / 10
                 log.append({"step": step, "seconds": seconds, "product_rate": 2e9, "utilisation": share, **part})
+            # A step in which no row was left to train on.
+            log.append({"step": 3, "seconds": 0.0, "product_rate": 2e9, "utilisation": 0.0})
         with JsonLines(stage.events) as log:
             log.append({"step": 2, "event": "checkpoint", "seconds": 2.0, "waited": 0.5})
         found = profile_of(stage, "float32")
     assert found["parts"]["update"] == {"seconds": 4.0, "tokens_per_second": 25.0, "utilisation": pytest.approx(0.2)}
     assert found["parts"]["save"] == {"seconds": 0.5}
+    assert found["padding"] == pytest.approx(0.03)  # of the two steps that have an update
     assert found["seconds"] == 4.5 and found["utilisation"] == pytest.approx(0.2)
     assert profile_sentence(found) == (
         "update 4.0 s (25 tokens/s, 20%), save 0.5 s; model FLOP utilisation 20% of 2 GFLOP/s, a matrix product "
-        "for float32 weights here"
+        "for float32 weights here; 3.0% of the update's micro-batches is padding"
     )
 
 
