@@ -103,7 +103,11 @@ limits.AGAIN_SECONDS = 0.3
 def stubborn():
     while True:
         try:
-            while True: sum(range(9))
+            while True:
+                try:
+                    while True: sum(range(9))
+                except BaseException:
+                    pass  # on a busy machine the next one may fall here
         except BaseException:
             pass
 with limits.time_limit(0.3):

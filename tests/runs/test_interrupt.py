@@ -103,7 +103,7 @@ def stopped(arguments, console):
 def tell():
     cli._stderr = stderr
     if sys.argv[1] == "telling":
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # handled before it returns
     return stderr()
 
 cli._dispatch, stderr, cli._stderr = stopped, cli._stderr, tell
