@@ -1,6 +1,7 @@
 """In which dtype a processor multiplies weights of bfloat16: in float32, where its own way would be slower."""
 
 import functools
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,25 @@ def emulated(weight: Tensor) -> bool:
     processor that has none for it at all. torch then takes ten times what float32 takes, so that a copy of the weight,
     made in parts, costs less."""
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not _has_bfloat16()
+
+
+def weight_as(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in a dtype; where that is another one, in memory that this thread's next call writes over."""
+    if weight.dtype == dtype:
+        return weight
+    if dtype not in _held.casts or _held.casts[dtype].numel() < weight.numel():
+        with torch.inference_mode(False):  # so that it serves passes with and without gradients
+            _held.casts[dtype] = torch.empty(weight.numel(), dtype=dtype)
+    with torch.no_grad():
+        return _held.casts[dtype][: weight.numel()].view(weight.shape).copy_(weight)
+
+
+class _Held(threading.local):
+    def __init__(self):
+        self.casts: dict[torch.dtype, Tensor] = {}
+
+
+_held = _Held()
 
 
 def project(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:

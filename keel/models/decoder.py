@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from keel.algo.precision import compute_dtype
+from keel.algo.precision import compute_dtype, weight_as
 from keel.models.places import Places, SharedPlaces
 
 WORTH_SHARING = 8
@@ -61,7 +61,7 @@ class Product(NamedTuple):
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, in] -> [N, out], in the dtype of x."""
         bias = None if self.bias is None else self.bias.to(x_NI.dtype)
-        y_NO = F.linear(x_NI, self.weight.to(x_NI.dtype), bias)
+        y_NO = F.linear(x_NI, weight_as(self.weight, x_NI.dtype), bias)
         if self.a is not None and self.b is not None:
             inner_NR = x_NI.to(self.a.dtype) @ self.a.T
             if y_NO.dtype == self.b.dtype:
@@ -79,7 +79,7 @@ class Product(NamedTuple):
         if needs[1]:
             grads[1] = grad_NO.sum(0)
         if to_input:
-            weight = self.weight.to(grad_NO.dtype)
+            weight = weight_as(self.weight, grad_NO.dtype)
             sum_NI = grad_NO @ weight if sum_NI is None else sum_NI.addmm_(grad_NO, weight)
         if self.a is not None and self.b is not None:
             wide_NO = grad_NO.to(self.b.dtype)

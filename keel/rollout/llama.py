@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RMSNorm
 
-from keel.algo.precision import emulated
+from keel.algo.precision import emulated, weight_as
 from keel.rollout.cache import GrowingLayer
 
 COLUMNS = 4096
@@ -49,7 +49,7 @@ class _Product:
 
     def __call__(self, x_IN: Tensor, wide_IN: Tensor | None, out_ON: Tensor | None = None) -> Tensor:
         """wide_IN: the input in the adapter's dtype; not read without an adapter."""
-        weight = self.weight.to(x_IN.dtype)  # the weight itself, but where its dtype is emulated
+        weight = weight_as(self.weight, x_IN.dtype)  # the weight itself, but where its dtype is emulated
         y_ON = torch.mm(weight, x_IN) if out_ON is None else torch.mm(weight, x_IN, out=out_ON)
         if self.bias_O1 is not None:
             y_ON.add_(self.bias_O1)

@@ -1,0 +1,47 @@
+"""Weights in the dtype that the processor multiplies in."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from keel.algo import precision
+from keel.algo.precision import float_blocks, project, weight_as
+
+WEIGHT = torch.arange(12.0, dtype=torch.bfloat16).view(6, 2)
+
+
+def test_a_weight_of_the_dtype_is_itself():
+    assert weight_as(WEIGHT, torch.bfloat16) is WEIGHT
+
+
+def test_a_weight_in_another_dtype_lies_where_the_next_one_will():
+    with torch.inference_mode():  # what was made here serves passes with gradients too
+        first = weight_as(WEIGHT, torch.float64)
+        assert first.tolist() == WEIGHT.tolist() and first.dtype == torch.float64
+    x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    second = weight_as(WEIGHT[:2] + 1, torch.float64)
+    linear(x.detach(), second)
+    assert second.tolist() == [[1, 2], [3, 4]] and first.flatten().tolist() == [1, 2, 3, 4, *range(4, 12)]
+    assert not second.requires_grad
+
+
+def test_a_larger_weight_gets_more_room():
+    small = weight_as(WEIGHT[:1], torch.float64)
+    large = torch.ones(4 * WEIGHT.numel() + 99, dtype=torch.bfloat16)
+    assert weight_as(large, torch.float64).sum() == len(large) and small.tolist() == [[0, 1]]
+
+
+def test_blocks_cover_all_rows(monkeypatch):
+    monkeypatch.setattr(precision, "BLOCK", 4)
+    found = [(rows, block.tolist()) for rows, block in float_blocks(WEIGHT)]
+    assert found == [(slice(0, 4), WEIGHT[:4].tolist()), (slice(4, 6), WEIGHT[4:].tolist())]
+
+
+@pytest.mark.parametrize("few", [0, 128])
+@pytest.mark.parametrize("bias", [torch.tensor([1.0, 2, 3, 4, 5, 6]), None])
+def test_the_vocabulary_either_way_round(monkeypatch, few, bias):
+    monkeypatch.setattr(precision, "FEW", few)
+    x = torch.tensor([[1.0, -1], [2, 0]])
+    expected = torch.tensor([[-1.0] * 6, [0, 4, 8, 12, 16, 20]]) + (0 if bias is None else bias)
+    got = project(x, WEIGHT.float(), bias)
+    assert torch.equal(got, expected) and got.is_contiguous()
