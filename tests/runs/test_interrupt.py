@@ -91,6 +91,8 @@ import os, signal, sys
 from keel import cli
 from keel.errors import Interrupted
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without
+
 class Late:
     def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGINT):
         kill(me, number)
