@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from keel import cli
 from keel.data.formats import read_demonstrations
 from keel.data.stream import Mixture, batch_rows
 from keel.inspect import report, survey
 from keel.models.loading import load_tokenizer
 from keel.train import online, stages, supervised
 from keel.train.inputs import split_rows
+from tests.e2e.command import keel
 
 FEW = {"sft": "max_rows", "reward": "max_prompts", "preference": "max_prompts"}
 """What keeps a stage to a few steps, though the whole file is read."""
@@ -26,21 +25,6 @@ CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-SCORE = "def short(response): return -len(response) / 10\n"
-
-
-@pytest.fixture
-def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_model, "model")
-    Path("score.py").write_text(SCORE)
-    return tmp_path
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def write(name: str, limits: tuple[int, int] = (96, 24), **sections: Any) -> str:

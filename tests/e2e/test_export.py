@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from keel import cli
 from keel.runs.folder import RunFolder
 from keel.train.context import Session
+from tests.e2e.command import keel
 
 ROWS = [{"prompt": f"Where is lamp {i}?", "chosen": f"Here {i}.", "rejected": "Gone."} for i in range(24)]
 DATA = {"path": ["rows.jsonl"]}
@@ -39,12 +39,6 @@ def recipe(backbone: str, sections: dict[str, Any]) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = {"path": "model", "backbone": backbone, "max_response_tokens": 6}
     Path("recipe.yaml").write_text(yaml.safe_dump({"name": "x", "model": model, **sections}))
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def files(folder: str | Path) -> dict[str, bytes]:

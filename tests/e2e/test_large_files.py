@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from keel import cli
 from keel.data import spool
 from keel.data.encode import Encoder
 from keel.data.spool import Spool
 from keel.train import supervised
-
-SCORE = "def short(response): return -len(response) / 10\n"
+from tests.e2e.command import keel
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_model, "model")
-    Path("score.py").write_text(SCORE)
+def place(place: Path) -> Path:
+    """With rows of every kind."""
     said = [{"prompt": f"Where is pot {i}?", "completion": f"on shelf {i}"} for i in range(24)]
     turns = [("user", "Where is pot {}?"), ("assistant", "look {}"), ("user", "So?"), ("assistant", "on shelf {}")]
     talks = [{"messages": [{"role": r, "content": text.format(i)} for r, text in turns]} for i in range(24)]
@@ -32,13 +28,7 @@ def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     thumbs = [{"prompt": f"Where is cup {i % 7}?", "completion": f"there {i}", "label": i % 2 == 0} for i in range(14)]
     for name, rows in (("said", said), ("talks", talks), ("pairs", pairs), ("judged", thumbs + pairs)):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
+    return place
 
 
 def write(name: str, **sections: Any) -> str:

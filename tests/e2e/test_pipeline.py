@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keel import cli
+from tests.e2e.command import keel
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = str(REPOSITORY / "recipes" / "quickstart.yaml")
@@ -66,12 +66,6 @@ KEYS = {
 def flags(root: Path, **changed: object) -> list[str]:
     settings = {**SMALL, **{name.replace("__", "."): value for name, value in changed.items()}}
     return ["--root", str(root), *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module", params=["separate", "shared"])

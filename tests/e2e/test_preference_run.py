@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from keel import cli
+from tests.e2e.command import keel
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = {
@@ -27,12 +27,6 @@ SMALL = {
 }
 PREFERENCE = {"batch": 8, "held_out": 12, "learning_rate": 1e-3}
 REWARD = {"prompts": 24, "batch": 8, "held_out": 12, "normalise_samples": 8}
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def write(folder: Path, name: str, backbone: str = "separate", **sections: object) -> str:

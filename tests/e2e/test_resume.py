@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from keel import cli
 from keel.errors import RunError
 from keel.runs.log import JsonLines
 from keel.train.context import Session
+from tests.e2e.command import keel
 
 FUNCTIONS = """
 import os, pathlib, signal
@@ -41,12 +41,6 @@ def place(tmp_path, tiny_model, monkeypatch) -> Path:
     recipe = {"name": "x", "model": {"path": "model", "backbone": "separate", "max_response_tokens": 6}, "ppo": ppo}
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     return tmp_path
-
-
-def keel(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 CALLED = ("--ppo.reward", "fn.py:score")
