@@ -11,8 +11,9 @@ from torch.nn.functional import linear
 BLOCK = 2048
 """Rows of a weight that are held in another dtype at a time: few enough to stay in the processor's caches."""
 
-FEW = 128
-"""Rows up to which a product with a larger weight is faster the other way round (docs/decisions.md)."""
+FEW, LARGE = 64, 1 << 24
+"""Rows up to which a float32 product is faster the other way round, with a weight of at least so many numbers, which no
+cache holds (docs/decisions.md)."""
 
 
 @functools.cache
@@ -54,7 +55,8 @@ def project(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
     """x W^T + bias of a weight with very many rows, the vocabulary's: [N, V], in float32 where the weight's dtype is
     emulated, else in the dtype of both."""
     if not emulated(weight_VH):
-        if bias_V is None and len(x_NH) <= FEW and x_NH.device.type == "cpu":
+        on_cpu = x_NH.device.type == "cpu" and x_NH.dtype == torch.float32
+        if on_cpu and bias_V is None and len(x_NH) <= FEW and weight_VH.numel() >= LARGE:
             return torch.mm(weight_VH, x_NH.T).T.contiguous()  # reads the weight as it lies; x W^T would rearrange it
         return linear(x_NH, weight_VH, bias_V)
     out_NV, wide_NH = x_NH.new_empty(len(x_NH), len(weight_VH), dtype=torch.float32), x_NH.float()

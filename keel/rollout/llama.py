@@ -112,7 +112,8 @@ class _Attend(NamedTuple):
             mask = torch.zeros(seen_BS.shape, dtype=dtype).masked_fill_(~seen_BS, -torch.inf)[:, None, None]
             return cls(rows, tokens, mask)
         own_SS = torch.eye(tokens, dtype=torch.bool)  # padding too reads something: itself
-        return cls(rows, tokens, (seen_BS[:, None, None] & own_SS.new_ones(tokens, tokens).tril()) | own_SS)
+        mask = seen_BS[:, None, None] & own_SS.new_ones(tokens, tokens).tril()
+        return cls(rows, tokens, mask.logical_or_(own_SS))
 
     def rows_of(self, x_KDN: Tensor) -> Tensor:
         """[heads, width, B * S] -> [B, heads, S, width]."""

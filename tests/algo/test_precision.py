@@ -37,11 +37,21 @@ def test_blocks_cover_all_rows(monkeypatch):
     assert found == [(slice(0, 4), WEIGHT[:4].tolist()), (slice(4, 6), WEIGHT[4:].tolist())]
 
 
-@pytest.mark.parametrize("few", [0, 128])
+@pytest.mark.parametrize("large", [12, 13])
 @pytest.mark.parametrize("bias", [torch.tensor([1.0, 2, 3, 4, 5, 6]), None])
-def test_the_vocabulary_either_way_round(monkeypatch, few, bias):
-    monkeypatch.setattr(precision, "FEW", few)
+def test_the_vocabulary_either_way_round(monkeypatch, large, bias):
+    monkeypatch.setattr(precision, "LARGE", large)
     x = torch.tensor([[1.0, -1], [2, 0]])
     expected = torch.tensor([[-1.0] * 6, [0, 4, 8, 12, 16, 20]]) + (0 if bias is None else bias)
     got = project(x, WEIGHT.float(), bias)
     assert torch.equal(got, expected) and got.is_contiguous()
+
+
+@pytest.mark.parametrize(("large", "turned"), [(12, True), (13, False)])
+def test_only_a_weight_that_no_cache_holds_is_turned_round(monkeypatch, large, turned):
+    """A small one is slower that way."""
+    monkeypatch.setattr(precision, "LARGE", large)
+    called = []
+    monkeypatch.setattr(precision, "linear", lambda *given: called.append(1) or linear(*given))
+    project(torch.ones(1, 2), WEIGHT.float(), None)
+    assert bool(called) != turned
