@@ -111,9 +111,8 @@ class _Attend(NamedTuple):
         if tokens == 1:
             mask = torch.zeros(seen_BS.shape, dtype=dtype).masked_fill_(~seen_BS, -torch.inf)[:, None, None]
             return cls(rows, tokens, mask)
-        own_SS = torch.eye(tokens, dtype=torch.bool)  # padding too reads something: itself
-        mask = seen_BS[:, None, None] & own_SS.new_ones(tokens, tokens).tril()
-        return cls(rows, tokens, mask.logical_or_(own_SS))
+        causal_SS = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        return cls(rows, tokens, seen_BS[:, None, None] & causal_SS)  # of padding, which reads nothing, torch makes 0
 
     def rows_of(self, x_KDN: Tensor) -> Tensor:
         """[heads, width, B * S] -> [B, heads, S, width]."""
