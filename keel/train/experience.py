@@ -24,7 +24,7 @@ from keel.train.choices import advantages
 from keel.train.learner import Learner, moments_of
 from keel.train.numbers import check_rows
 from keel.train.profile import Clock
-from keel.types import Experience, Prompt, Rollouts
+from keel.types import Experience, Prompt, Rollouts, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,8 @@ def make_experience(
     in_reward = state["kl_coefficient"] if ppo.kl.place == "reward" else 0.0
     rewards_BT = token_rewards(scores_B, kl_BT, in_reward, mask_BT)
     came_BT = monte_carlo_returns(rewards_BT, mask_BT, ppo.gamma)
-    parts = micro_batches(lengths_with_kin(sequences), ppo.micro_tokens, roles.workers("policy"))
     metrics = {
-        "padding_experience": padding_share([len(s) for s in sequences], parts),
+        "padding_experience": _padding(roles, sequences, ppo.micro_tokens),
         "entropy": masked_mean(entropy_BT, mask_BT, None).item(),
         "return_mean": masked_mean(came_BT, mask_BT, None).item(),
         "sampler_mismatch": (policy_BT - rollouts.sampler_logprobs_BT)[mask_BT].abs().max().item(),
@@ -174,6 +173,11 @@ def make_experience(
     )
     clock.lap("experience")
     return experience, metrics
+
+
+def _padding(roles: Roles, sequences: Sequence[TokenSequence], micro_tokens: int) -> float:
+    parts = micro_batches(lengths_with_kin(sequences), micro_tokens, roles.workers("policy"))
+    return padding_share([len(s) for s in sequences], parts)
 
 
 def _move_popart(roles: Roles, state: dict[str, Any], returns_N: Tensor) -> None:
