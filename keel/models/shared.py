@@ -5,7 +5,7 @@ the reference stays byte-identical.
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -121,16 +121,17 @@ class SharedRoles:
 
     def export(self, role: Role, folder: Path) -> None:
         """Writes base plus adapter, added in float32, as a plain model; the base itself is not touched."""
-        state: dict[str, Tensor] = {name: tensor.detach() for name, tensor in self.base_state.items()}
-        if role != "reference":
-            for name, module in self.base.named_modules():
-                if isinstance(module, BaseTunerLayer):
-                    assert isinstance(module, LoraLinear), type(module)
-                    weight = module.get_base_layer().weight
-                    assert isinstance(weight, Tensor), name
-                    merged = weight.detach().float() + module.get_delta_weight(role).detach().float()
-                    state[f"{name}.weight"] = merged.to(weight.dtype)
-        export_causal_lm(self.base, state, folder)
+        state = {name: tensor.detach() for name, tensor in self.base_state.items()}
+        export_causal_lm(self.base, state, folder, () if role == "reference" else self._merged(role))
+
+    def _merged(self, role: Role) -> Iterator[tuple[str, Tensor]]:
+        for name, module in self.base.named_modules():
+            if isinstance(module, BaseTunerLayer):
+                assert isinstance(module, LoraLinear), type(module)
+                weight = module.get_base_layer().weight
+                assert isinstance(weight, Tensor), name
+                merged = weight.detach().float() + module.get_delta_weight(role).detach().float()
+                yield f"{name}.weight", merged.to(weight.dtype)
 
     def save_headed(self, role: Role, folder: Path) -> None:
         """Writes the role's adapter (as peft lays it out) and head, to be read by `load_headed`."""

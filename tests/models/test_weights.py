@@ -3,7 +3,10 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from keel.models.loading import file_hash, load_encoder, load_size, load_tokeniz
 from keel.models.roles import checkpoint_tensors, logprobs_BT, restore_tensors, scores_B
 from keel.models.separate import SeparateRoles, load_headed
 from keel.models.shared import SharedRoles
+from keel.models.weights import export_causal_lm
 from tests.tiny import backbone, load, sequences
 
 WEIGHTS = "model.safetensors"
@@ -94,6 +98,35 @@ def test_tokens_that_were_added_go_through_training_and_export(model_folder, tmp
     roles.export("policy", tmp_path / "out")
     back = SeparateRoles({"policy": load(tmp_path / "out")}, {}, [])
     torch.testing.assert_close(logprobs_BT(back, "policy", rows, 1.0, 0, 1000)[0], want, atol=1e-4, rtol=0)
+
+
+def test_changed_weights_are_written_one_at_a_time(model_folder, tmp_path):
+    model = load(model_folder)
+    state = {name: t.detach() for name, t in model.state_dict(keep_vars=True).items()}
+    names = ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def changed() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, name in enumerate(names):
+            assert not [old for old in alive[:-1] if old() is not None], "more than the weight before is in memory"
+            new = torch.full_like(state[name], 3.0 + number)
+            alive.append(weakref.ref(new))
+            yield name, new
+            del new
+
+    export_causal_lm(model, state, tmp_path / "out", changed())
+    want = load_file(model_folder / WEIGHTS) | {
+        names[0]: torch.full((32,), 3.0),
+        names[1]: torch.full((64, 32), 4.0),
+        names[2]: torch.full((64, 32), 5.0),
+    }
+    got = load_file(tmp_path / "out" / WEIGHTS)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not (state[names[0]] == 3).any(), "the model itself has changed"
+    for wrong in (torch.ones(31), torch.ones(32, dtype=torch.bfloat16)):
+        with pytest.raises(AssertionError, match=re.escape(names[0])):
+            export_causal_lm(model, state, tmp_path / "wrong", [(names[0], wrong)])
 
 
 def test_a_model_in_several_files_is_whole_or_refused(model_folder, tmp_path):
