@@ -117,7 +117,7 @@ def _input_gradients(
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     # Sums over chunks are kept in float32: bfloat16 would round each addition.
     grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-    grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+    grad_weight_VH: Tensor | None = None
     grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
     for rows in _chunks(len(hidden_NH), ctx.chunk):
         slope_NV = slope(rows)
@@ -129,16 +129,23 @@ def _input_gradients(
                 for columns, block in float_blocks(weight_VH):
                     sum_NH.addmm_(slope_NV[:, columns], block)
                 grad_hidden_NH[rows] = sum_NH
-            if grad_weight_VH is not None:
-                grad_weight_VH.addmm_(slope_NV.T, hidden_NH[rows].float())
-            continue
-        slope_NV = slope_NV.to(weight_VH.dtype)
-        if grad_hidden_NH is not None:
-            grad_hidden_NH[rows] = slope_NV @ weight_VH
-        if grad_weight_VH is not None:
-            grad_weight_VH += slope_NV.T @ hidden_NH[rows]
+        else:
+            slope_NV = slope_NV.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[rows] = slope_NV @ weight_VH
+        if needs_weight:
+            grad_weight_VH = _added(grad_weight_VH, slope_NV.T, hidden_NH[rows].to(slope_NV.dtype))
     # Autograd casts a gradient to its tensor's dtype by itself.
     return grad_hidden_NH, grad_weight_VH, grad_bias_V
+
+
+def _added(sum_VH: Tensor | None, slope_VN: Tensor, hidden_NH: Tensor) -> Tensor:
+    """The sum with one more product, float32. No zeros to begin with and no product beside it: each is as large as the
+    weight."""
+    if sum_VH is not None and slope_VN.dtype == sum_VH.dtype:
+        return sum_VH.addmm_(slope_VN, hidden_NH)
+    product_VH = slope_VN @ hidden_NH
+    return product_VH.float() if sum_VH is None else sum_VH.add_(product_VH)
 
 
 class _TokenLogprobs(torch.autograd.Function):

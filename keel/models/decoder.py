@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from keel.algo.precision import compute_dtype, weight_as
+from keel.models import spare
 from keel.models.places import Places, SharedPlaces
 
 WORTH_SHARING = 8
@@ -75,7 +76,7 @@ class Product(NamedTuple):
         """Gradients of x, added to `sum_NI` where that is given, and of weight, bias, a and b where they are needed."""
         grads: list[Tensor | None] = [None] * 4
         if needs[0]:
-            grads[0] = grad_NO.T @ x_NI
+            grads[0] = spare.product(grad_NO.T, x_NI)
         if needs[1]:
             grads[1] = grad_NO.sum(0)
         if to_input:
@@ -217,19 +218,38 @@ class _Rest(torch.autograd.Function):
         output, gate, up, down = _products(tuple(tensors), ctx.scales)
         needs = ctx.needs_input_grad[5:]
         (grad_NH,) = grads
-        active_NI = F.silu(gate_NI)
+        # One exponential for silu(g) = g s and its slope s + g s (1 - s), s the sigmoid; the library's two take two.
+        sigmoid_NI = gate_NI.sigmoid()
+        active_NI = gate_NI * sigmoid_NI
+        slope_NI = torch.lerp(active_NI, gate_NI.new_ones(()), sigmoid_NI)
         grad_NI, of_down = down.back(grad_NH, active_NI * up_NI, needs[12:16], None)
         assert grad_NI is not None
         unit_NH, inverse_N1 = _norm(middle_NH, ctx.eps)
         n_NH = (unit_NH * norm_H).to(grad_NH.dtype)
         grad_n_NH, of_up = up.back(active_NI.mul_(grad_NI), n_NH, needs[8:12], None)
-        slope_NI = torch.ops.aten.silu_backward(grad_NI.mul_(up_NI), gate_NI)
-        grad_n_NH, of_gate = gate.back(slope_NI, n_NH, needs[4:8], grad_n_NH)
+        grad_n_NH, of_gate = gate.back(slope_NI.mul_(grad_NI.mul_(up_NI)), n_NH, needs[4:8], grad_n_NH)
         assert grad_n_NH is not None
         grad_middle_NH, grad_norm_H = _norm_back(grad_n_NH, unit_NH, inverse_N1, norm_H, ctx.needs_input_grad[2])
         grad_middle_NH = grad_middle_NH.to(grad_NH.dtype).add_(grad_NH)
         grad_NO, of_output = output.back(grad_middle_NH, attended_NO, needs[:4], None, ctx.needs_input_grad[1])
         return grad_middle_NH, grad_NO, grad_norm_H, None, None, *of_output, *of_gate, *of_up, *of_down
+
+
+class _Embed(torch.autograd.Function):
+    """The embedding of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+        """[N] -> [N, H]."""
+        ctx.save_for_backward(ids_N, weight_VH)
+        return F.embedding(ids_N, weight_VH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """Of the weight."""
+        ids_N, weight_VH = ctx.saved_tensors
+        return None, spare.zeros_like(weight_VH, grads[0].dtype).index_add_(0, ids_N, grads[0])
 
 
 class _LastNorm(torch.autograd.Function):
@@ -348,7 +368,7 @@ def _layer(
 
 def _through(model: PreTrainedModel, ids_N: Tensor, places: Places | SharedPlaces) -> Tensor:
     body: Any = model.base_model
-    x_NH = F.embedding(ids_N, body.embed_tokens.weight)
+    x_NH = _Embed.apply(ids_N, body.embed_tokens.weight)
     x_NH = x_NH.to(compute_dtype(x_NH.dtype))
     cos, sin = body.rotary_emb(x_NH, torch.arange(int(places.column_N.max()) + 1)[None])
     half = cos.shape[-1] // 2

@@ -36,16 +36,13 @@ def side_by_side(work: Callable[[T], R], parts: Sequence[T], workers: int) -> It
     """The results of `work`, in the order of the parts. Several workers are threads of one core each; torch releases
     the interpreter inside its operations. Where the caller stops early or a part fails, parts that have not begun never
     do, and those that have are waited for."""
-    if workers == 1:
+    if workers == 1 or len(parts) == 1:  # one that is alone has all cores
         yield from map(work, parts)
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker's own setting does not reach the math library, whose count is one for all
     futures: list[Future[R]] = []
     try:
-        if len(parts) == 1:  # on one core too: its operations are too short for several
-            yield work(parts[0])
-            return
         futures = [_pool(workers).submit(work, part) for part in parts]
         for future in futures:
             yield future.result()

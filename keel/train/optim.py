@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from keel.errors import NumberError
+from keel.models import spare
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], beta2: float = 0.95, eps: float = 1e-5) -> AdamW:
@@ -59,7 +60,7 @@ def guarded_step(
                     final=True,
                 )
     for optimizer in optimizers.values():
-        optimizer.zero_grad(set_to_none=True)
+        spare.release(p for group in optimizer.param_groups for p in group["params"])
     if bad:
         raise NumberError(
             f"the gradient of the {bad[0]} has the norm {norms[bad[0]]}; no weight was changed",

@@ -14,6 +14,7 @@ from keel.algo.masking import loss_denominators
 from keel.algo.value_loss import value_loss
 from keel.data.encode import micro_batches, pad_sequences, padding_share
 from keel.errors import NumberError, StepError
+from keel.models import spare
 from keel.models.roles import Role, lengths_with_kin, micro_policy, micro_values, unpacked
 from keel.models.side_by_side import add_gradients
 from keel.runs.files import not_finite
@@ -30,6 +31,7 @@ def _reraise(error: StepError, batch: Sequence[Mapping[str, Any]]) -> None:
     raise error
 
 
+@spare.kept()
 def update(
     learner: Learner,
     experience: Experience,

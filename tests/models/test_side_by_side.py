@@ -30,11 +30,14 @@ def test_results_come_in_the_order_of_the_parts(threads):
     assert torch.get_num_threads() == threads
 
 
-def test_a_part_that_is_alone_has_one_core_too(threads):
-    """Its operations are as short as those of parts side by side; the threads are given back after it."""
-    assert list(side_by_side(lambda _: torch.get_num_threads(), [0], 2)) == [1]
+def test_a_part_that_is_alone_has_all_cores(threads):
+    def count(_: int) -> int:
+        return torch.get_num_threads()
+
+    assert list(side_by_side(count, [0], 2)) == [threads]
+    assert list(side_by_side(count, [0, 0], 2)) == [1, 1]
+    assert list(side_by_side(count, [0, 0], 1)) == [threads] * 2
     assert torch.get_num_threads() == threads
-    assert list(side_by_side(lambda _: torch.get_num_threads(), [0, 0], 1)) == [threads] * 2
 
 
 def test_a_part_that_fails_is_told_and_the_rest_is_waited_for(threads):

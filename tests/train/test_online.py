@@ -12,6 +12,7 @@ from keel.algo.moments import Moments
 from keel.config import Recipe
 from keel.errors import Interrupted, NumberError, RewardError
 from keel.metrics import PROFILED, TIMED
+from keel.models import spare
 from keel.models.roles import logprobs_BT
 from keel.rewards.functions import FunctionReward
 from keel.rollout.engine import Sampling
@@ -158,6 +159,35 @@ def test_micro_batches_and_cores_change_no_gradient(kind, tiny_model, monkeypatc
         assert whole.keys() == other.keys()
         for name, gradient in whole.items():
             torch.testing.assert_close(other[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_gradients_in_memory_that_is_used_again_change_no_byte(cores, tiny_model, monkeypatch):
+    monkeypatch.setattr("keel.models.separate.workers_for", lambda model, device: cores)
+    taken: list[int] = []
+    own = spare._taken
+
+    def told(*where):
+        place = own(*where)
+        taken.append(place is not None)
+        return place
+
+    monkeypatch.setattr(spare, "_taken", told)
+    weights = []
+    for large in (1 << 60, 0):
+        monkeypatch.setattr(spare, "LARGE", large)
+        recipe = recipe_of(micro_tokens=120, epochs=2)
+        assert recipe.ppo
+        roles, rollouts = rolled_out("separate", tiny_model, recipe)
+        experience, _ = experience_of(roles, recipe, rollouts, torch.arange(12.0))
+        optimizers = {role: make_optimizer(roles.parameters(role).values()) for role in ("policy", "critic")}
+        for optimizer in optimizers.values():
+            set_rate(optimizer, 1e-2)
+        taken.clear()
+        update(learner_of(roles, recipe), experience, 0, first_state(recipe.ppo), optimizers)
+        weights.append([roles.fingerprint("policy"), roles.fingerprint("critic")])
+    assert sum(taken) > 100, "nothing was used again"
+    assert weights[0] == weights[1]
 
 
 def test_losses_and_metrics_are_means_over_the_tokens_of_the_minibatch(tiny_model):
