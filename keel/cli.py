@@ -11,8 +11,6 @@ from pathlib import Path
 
 os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # before pydantic: its links help no user of Keel
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # two thread pools on one laptop slow each other down
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine many times slower,
-os.environ.setdefault("GOMP_SPINCOUNT", "0")  # and a quiet one no faster (docs/decisions.md)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
@@ -21,6 +19,7 @@ from keel.config import NonNegative, Recipe, Section
 from keel.errors import ConfigError, KeelError, StopAtOnce
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder
+from keel.runs.resources import let_threads_wait
 from keel.usage import HELP, STAGES, help_of
 
 
@@ -148,12 +147,23 @@ def _run(arguments: list[str], console: Console, stage: str | None) -> None:
     _start(recipe, console, command, stage, overwrite)
 
 
+def _loading(console: Console, threads: int, what: str = "torch and transformers") -> None:
+    console.line(f"loading {what} ...", "dim")
+    if "torch" not in sys.modules and (idle := let_threads_wait(threads)) is not None:
+        console.line(
+            f"other processes leave {idle:.1f} cores to {threads} threads, which sleep where they wait for each other; "
+            "alone on the machine Keel is faster",
+            "yellow",
+        )
+
+
 def _start(recipe: Recipe, console: Console, command: str, stage: str | None = None, overwrite: bool = False) -> None:
     console.line(f"{recipe.name}: seed {recipe.seed}, {recipe.threads} threads, in {Path(recipe.root) / recipe.name}")
     _print_schedule(recipe, console)
     _check_places(recipe)
     with RunFolder.open(recipe.root, recipe.name) as folder:
-        console.line("loading torch and transformers ...", "dim")
+        assert recipe.threads
+        _loading(console, recipe.threads)
         from keel.train.pipeline import run_recipe
 
         run_recipe(recipe, folder, console, command, stage, overwrite)
@@ -203,7 +213,8 @@ def _show(arguments: list[str], console: Console) -> None:
 
 def _plan(arguments: list[str], console: Console) -> None:
     recipe = _recipe("plan", arguments)
-    console.line("loading torch and transformers ...", "dim")
+    assert recipe.threads
+    _loading(console, recipe.threads)
     import keel.train.pipeline  # noqa: F401  # all that a run has in memory
     from keel.train import plan
 
@@ -229,7 +240,7 @@ def _chat(arguments: list[str], console: Console) -> None:
     from keel import settings
 
     flags = settings.change(ChatFlags, {}, arguments[1:], f"keel chat {arguments[0]}")
-    console.line("loading torch and the two models ...", "dim")
+    _loading(console, os.cpu_count() or 1, "torch and the two models")
     from keel.evaluate.chat import open_chat
 
     chat = open_chat(arguments[0], flags.temperature)
@@ -274,7 +285,7 @@ def _classic(arguments: list[str], console: Console) -> None:
     config = settings.change(ClassicConfig, {"env": env}, flags, f"keel classic {env}")
     command = shlex.join(["keel", "classic", *_without_overwrite(arguments)])
     with RunFolder.open(config.root, config.run_name) as folder:
-        console.line("loading torch ...", "dim")
+        _loading(console, config.threads, "torch")
         from keel.classic.train import train_classic
 
         result = train_classic(config, folder, console, command, "--overwrite" in arguments)

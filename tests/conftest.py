@@ -11,6 +11,7 @@ from tests.tiny import write_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of runs in processes of their own: several work at once here
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

@@ -1,9 +1,13 @@
-"""What the process has used. No torch here."""
+"""What the process has used, and what the machine has for it. No torch here."""
 
 import os
 import resource
 import sys
+import time
 from pathlib import Path
+
+SPINS = "10000"
+"""Looks before a thread sleeps: enough for what the interpreter does between two operations."""
 
 
 def peak_rss_bytes() -> int:
@@ -46,6 +50,43 @@ def free_bytes() -> int:
         if line.startswith("MemAvailable:"):
             free = min(free, int(line.split()[1]) * 1024)
     return free
+
+
+def idle_cores(seconds: float = 0.1) -> float:
+    """How many of the machine's cores have nothing to do, over so many seconds of waiting; where the system does not
+    tell (proc(5) is Linux's), by the load of the last minute."""
+    cores, stat = os.cpu_count() or 1, Path("/proc/stat")
+    if not stat.exists():
+        return max(0.0, cores - os.getloadavg()[0])
+    before = stat.read_text()
+    time.sleep(seconds)
+    return cores * idle_share(before, stat.read_text())
+
+
+def idle_share(before: str, after: str) -> float:
+    """Of the time between two readings of /proc/stat; 1 where its clock has not ticked."""
+    # cpu  user nice system idle iowait irq softirq steal guest guest_nice: guests' time stands in user's too
+    (idle_0, all_0), (idle_1, all_1) = (
+        (ticks[3] + ticks[4], sum(ticks)) for ticks in ([int(n) for n in s.split()[1:9]] for s in (before, after))
+    )
+    return (idle_1 - idle_0) / (all_1 - all_0) if all_1 > all_0 else 1.0
+
+
+def let_threads_wait(threads: int) -> float | None:
+    """Sets how torch's threads, which look when torch is loaded, are to wait for each other; not what the user has set.
+
+    With a core for each thread, one that waits first looks for a fraction of a millisecond whether it may go on: to be
+    woken takes as long as a small operation. Beside busy processes that would take the core from the thread that is
+    waited for, so there it sleeps, and the idle cores are returned (docs/decisions.md has the figures).
+    """
+    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        return None
+    idle = idle_cores()
+    if idle > threads - 0.5:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+        return None
+    os.environ |= {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"}
+    return idle
 
 
 def restart_peak() -> bool:
