@@ -2,8 +2,9 @@
 
     python -m bench.plan quickstart smollm2-lora
 
-quickstart: recipes/quickstart.yaml, whose earlier stages are made first. smollm2-lora: four roles on one bfloat16 base,
-as in bench/ppo.py. The result is the share by which the forecast is off.
+quickstart: recipes/quickstart.yaml, whose earlier stages are made first. smollm2-lora: four roles on one bfloat16 base;
+smollm2-full: a float32 model for each. Both with a checkpoint on the way, which copies what it holds. The result is
+the share by which the forecast is off.
 """
 
 import argparse
@@ -42,13 +43,21 @@ def quickstart(root: Path) -> Path:
 
 def smollm2_lora(root: Path) -> Path:
     """Four roles on one base in bfloat16."""
-    model = {"dtype": "bfloat16", "backbone": "shared", "lora_rank": 16}
-    ppo = {"rollouts": 16, "updates": 6}
-    weights = model_folder("smollm2-bfloat16", root)
-    return recipe("plan-smollm2-lora", weights, root, os.cpu_count() or 1, model=model, ppo=ppo)
+    return _smollm2("smollm2-lora", {"dtype": "bfloat16", "backbone": "shared", "lora_rank": 16}, root)
 
 
-CASES = {"quickstart": quickstart, "smollm2-lora": smollm2_lora}
+def smollm2_full(root: Path) -> Path:
+    """Four models in float32."""
+    return _smollm2("smollm2-full", {"dtype": "float32", "backbone": "separate"}, root)
+
+
+def _smollm2(name: str, model: dict[str, Any], root: Path) -> Path:
+    ppo = {"rollouts": 16, "updates": 4, "checkpoint_every": 2}
+    weights = model_folder(f"smollm2-{model['dtype']}", root)
+    return recipe(f"plan-{name}", weights, root, os.cpu_count() or 1, model=model, ppo=ppo)
+
+
+CASES = {"quickstart": quickstart, "smollm2-lora": smollm2_lora, "smollm2-full": smollm2_full}
 
 
 def compare(name: str, root: Path, console: Console) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from keel.config import PpoConfig, Recipe
 from keel.data.encode import Encoder, micro_batches
+from keel.models import spare
 from keel.models.flops import products_of
 from keel.models.loading import load_encoder, load_to_train
 from keel.models.roles import Role, Roles
@@ -176,6 +177,7 @@ class _Rehearsal:
         self.measured.seconds |= {name.removeprefix("seconds_"): share * s for name, s in clock.laps.items()}
         return experience
 
+    @spare.kept()
     def _update(self, experience: Experience, lengths: Lengths) -> None:
         """Gradients of as much of a minibatch as is in memory at once, twice: optimizer state is there then."""
         ppo, sequences = self.ppo, experience.rollouts.sequences()

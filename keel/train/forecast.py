@@ -15,7 +15,9 @@ from keel.models.side_by_side import SMALL_PARAMETERS
 from keel.models.size import BYTES, Size
 from keel.rollout.engine import Sampling
 
-PARTS = ("weights", "gradients", "optimizer", "cache", "activations", "logits")
+PARTS = ("weights", "gradients", "optimizer", "cache", "activations", "logits", "checkpoint")
+PASSING = ("gradients", "cache", "activations", "logits")
+"""What is gone at the end of an update, when a checkpoint is made."""
 MOMENTS = ("generate", "experience", "update", "export")
 """The moments of a PPO step that differ in what is in memory, and the writing of the model at the end."""
 MIB = 2**20
@@ -79,7 +81,6 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     tokens = micro_tokens(recipe, size, lengths)
     passes = {"logits": 3 * 4 * min(tokens * size.vocabulary, workers * AT_ONCE)}
     kept = size.activations(tokens, dtype, recipe.model.activation_checkpointing)
-    copy = size.parameters * BYTES[dtype] if recipe.model.backbone == "shared" else 0
     return {
         "generate": {
             **always,
@@ -88,9 +89,25 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
         },
         "experience": {**always, **passes, "activations": size.activations(tokens, dtype) // size.layers},
         "update": {**always, **passes, "gradients": own, "activations": kept},
-        # Merged weights are made beside the base; separate ones are written as they are.
-        "export": {"weights": weights + copy},
+        "export": {"weights": weights},
     }
+
+
+def copied(recipe: Recipe, size: Size) -> int:
+    """Bytes that a checkpoint of online training copies, to be written beside it: weights that learn, with their two
+    moments. The last checkpoint is not copied; 0 where there is no other."""
+    assert recipe.ppo
+    _, own = weights_of(recipe, size, *ppo_roles(recipe))
+    return 3 * own if recipe.ppo.updates > recipe.ppo.checkpoint_every else 0
+
+
+def with_copy(moments: Mapping[str, Memory], copy: int, limit: int) -> dict[str, Memory]:
+    """The moments with the copy of a checkpoint beside them, which stays from the first one on. Where there is no room
+    for it and as much again, none is made (`runs.saver`)."""
+    held = max(sum(n for part, n in parts.items() if part not in PASSING) for parts in moments.values())
+    if 2 * copy > limit - held:
+        return dict(moments)
+    return {name: parts if name == "export" else parts | {"checkpoint": copy} for name, parts in moments.items()}
 
 
 def micro_tokens(recipe: Recipe, size: Size, lengths: Lengths) -> int:
@@ -114,10 +131,20 @@ def peak(moments: Mapping[str, Memory]) -> int:
 
 def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
     """Bytes by part of the stages beside online training, counted with a micro-batch that is full; for `eval` a batch
-    that is sampled, with the models before and after training."""
+    that is sampled, with the models before and after training. `base` is the sandbox's pretraining."""
     found: dict[str, Memory] = {}
     model, dtype = recipe.model, recipe.model.dtype
     sequence = model.max_prompt_tokens + model.max_response_tokens
+    if recipe.sandbox:
+        one = size.parameters * BYTES["float32"]
+        tokens = recipe.sandbox.pretrain_batch * sequence
+        found["base"] = {
+            "weights": one,
+            "gradients": one,
+            "optimizer": 2 * one,
+            "activations": size.activations(tokens, "float32"),
+            "logits": 3 * 4 * min(tokens * size.vocabulary, AT_ONCE),
+        }
     for name, settings in (("sft", recipe.sft), ("reward", recipe.reward), ("preference", recipe.preference)):
         if settings is None:
             continue

@@ -31,16 +31,18 @@ from keel.train.forecast import (
     Lengths,
     Memory,
     advice,
+    copied,
     other_stages,
     peak,
     ppo_memory,
     ppo_roles,
+    with_copy,
 )
 from keel.train.inputs import read_inputs
 from keel.types import Prompt
 
 RESIDENT = "interpreter, libraries"
-LABELS = {"activations": "activations, temporary"}
+LABELS = {"activations": "activations, temporary", "checkpoint": "checkpoint, copied"}
 TOKENIZER_REQUESTS = 2000
 """Requests of the sandbox that a tokenizer is made of where there is none yet; the run takes more."""
 
@@ -93,7 +95,10 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
     limit = limit or (memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1])
     with _start(recipe, console) as start:
         size = load_size(start)
-        stages = {name: {RESIDENT: resident, **parts} for name, parts in other_stages(recipe, size).items()}
+        stages = {}
+        for name, parts in other_stages(recipe, size).items():
+            copy = 3 * parts.get("gradients", 0)  # of weights that learn, with their two moments
+            stages |= with_copy({name: {RESIDENT: resident, **parts}}, copy, limit)
         if not recipe.ppo:
             return Forecast({}, stages, {}, None, False, limit, [])
         lengths = _lengths(recipe, load_encoder(start, recipe.model), console)
@@ -102,6 +107,7 @@ def forecast(recipe: Recipe, console: Console, limit: int | None = None) -> Fore
         if peak(moments) <= limit:
             measured = calibrate(recipe, start, size, lengths, device, console)
             moments = corrected(moments, measured, size, lengths, recipe.model.dtype)
+        moments = with_copy(moments, copied(recipe, size), limit)
     changes = advice(recipe, size, lengths)
     return Forecast(
         moments, stages, measured.seconds if measured else {}, lengths, measured is not None, limit, changes

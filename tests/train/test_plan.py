@@ -16,12 +16,14 @@ from keel.train.forecast import (
     MIB,
     Lengths,
     advice,
+    copied,
     micro_tokens,
     other_stages,
     peak,
     ppo_memory,
     ppo_roles,
     weights_of,
+    with_copy,
 )
 from keel.train.plan import RESIDENT, corrected, forecast, show
 
@@ -82,7 +84,22 @@ def test_memory_of_the_moments_by_hand():
     }
     assert found["export"] == {"weights": 3 * 1000 * 4}
     shared = ppo_memory(recipe_of({"backbone": "shared", "lora_rank": 3}), SIZE, LENGTHS)
-    assert shared["export"]["weights"] - shared["update"]["weights"] == 1000 * 4  # merged beside the base
+    assert shared["export"]["weights"] == shared["update"]["weights"]  # adapters are merged one weight at a time
+
+
+def test_the_copy_of_a_checkpoint_by_hand():
+    own = 2 * 1000 * 4  # policy and critic
+    assert copied(recipe_of(checkpoint_every=2), SIZE) == 3 * own
+    assert copied(recipe_of(checkpoint_every=3), SIZE) == 0  # the one at the end is not copied
+    moments = {
+        "update": {"weights": 10, "optimizer": 4, "gradients": 50, "activations": 70},
+        "export": {"weights": 10},
+    }
+    assert with_copy(moments, 20, 14 + 40) == {
+        "update": moments["update"] | {"checkpoint": 20},
+        "export": moments["export"],
+    }
+    assert with_copy(moments, 20, 14 + 39) == moments  # no room for it and as much again: it is written at once
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [(100, 14), (7, 7), (1, 7)])
@@ -131,6 +148,15 @@ def test_other_stages_are_counted_as_they_train():
         {"name": "x", "model": {"path": "x"}, "sft": {"data": {"path": ["x"]}, "tuning": "full"}}
     ).resolved()
     assert other_stages(full, SIZE)["sft"]["optimizer"] == 2 * 1000 * 4
+    tree = {"name": "x", "model": {"path": "sandbox", "max_prompt_tokens": 3, "max_response_tokens": 4}, "sft": {}}
+    base = other_stages(Recipe.model_validate(tree | {"sandbox": {"pretrain_batch": 5}}).resolved(), SIZE)["base"]
+    assert base == {
+        "weights": 1000 * 4,
+        "gradients": 1000 * 4,
+        "optimizer": 2 * 1000 * 4,
+        "activations": SIZE.activations(5 * 7, "float32"),
+        "logits": 3 * 4 * 5 * 7 * 10,
+    }
 
 
 @pytest.fixture
@@ -187,6 +213,11 @@ def test_a_recipe_without_online_training_is_counted(tiny_model, capsys):
     tree = {"name": "x", "model": {"path": str(tiny_model)}, "sft": {"data": {"path": ["x"]}}}
     recipe = Recipe.model_validate(tree).resolved()
     found = forecast(recipe, Console())
+    sft = found.stages["sft"]
+    assert sft["checkpoint"] == 3 * sft["gradients"] > 0
+    room = sft[RESIDENT] + sft["weights"] + sft["optimizer"] + 2 * sft["checkpoint"]
+    # Of this process a little more is resident by then.
+    assert "checkpoint" not in forecast(recipe, Console(), limit=room - 1).stages["sft"]
     assert found.stages.keys() == {"sft"} and not found.moments and found.fits and found.peak == found.largest
     show(recipe, found, Console())
     assert "counted from shapes" in capsys.readouterr().out
