@@ -133,7 +133,7 @@ def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
     for name, settings in (("sft", recipe.sft), ("reward", recipe.reward), ("preference", recipe.preference)):
         if settings is None:
             continue
-        frozen = ["reference"] if name == "reward" else []
+        frozen = ["reference"] if name == "reward" and not model.rest_frozen else []
         tuned = recipe.sft.tuning if name == "sft" and recipe.sft else None
         kind = "separate" if tuned == "full" else "shared" if tuned == "lora" else model.backbone
         as_if = recipe.model_copy(update={"model": model.model_copy(update={"backbone": kind})})
