@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 BLOCK = 2048
-"""Rows of a weight that are held in another dtype at a time: few enough to stay in the processor's caches."""
+"""Rows of the vocabulary's weight that are worked on at a time: few enough to stay in the processor's caches."""
 
 FEW, LARGE = 64, 1 << 24
 """Rows up to which a float32 product is faster the other way round, with a weight of at least so many numbers, which no
@@ -60,18 +60,19 @@ def project(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
             return torch.mm(weight_VH, x_NH.T).T.contiguous()  # reads the weight as it lies; x W^T would rearrange it
         return linear(x_NH, weight_VH, bias_V)
     out_NV, wide_NH = x_NH.new_empty(len(x_NH), len(weight_VH), dtype=torch.float32), x_NH.float()
-    for rows, block in float_blocks(weight_VH):
+    for rows, block in blocks(weight_VH):
         torch.mm(wide_NH, block.T, out=out_NV[:, rows])
     return out_NV if bias_V is None else out_NV.add_(bias_V)
 
 
-def float_blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows of a weight in float32, each valid until the next: all are written to the same place, as memory
-    that is new to the process costs more than the cast."""
-    held = weight_VH.new_empty(min(BLOCK, len(weight_VH)), weight_VH.shape[1], dtype=torch.float32)
+def blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows of a weight in the dtype that it is multiplied in, each valid until the next: where that is not
+    its own, all are written to the same place, as memory that is new to the process costs more than the cast."""
+    cast, most = emulated(weight_VH), min(BLOCK, len(weight_VH))
+    held = weight_VH.new_empty(most, weight_VH.shape[1], dtype=torch.float32) if cast else weight_VH
     for start in range(0, len(weight_VH), BLOCK):
         block = weight_VH[start : start + BLOCK]
-        yield slice(start, start + len(block)), held[: len(block)].copy_(block)
+        yield slice(start, start + len(block)), held[: len(block)].copy_(block) if cast else block
 
 
 @functools.cache

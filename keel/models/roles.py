@@ -26,10 +26,6 @@ Role = Literal["policy", "reference", "critic", "reward"]
 R = TypeVar("R")
 
 HEADED: tuple[Role, ...] = ("critic", "reward")
-LOGITS_AT_ONCE = 1 << 23
-"""Logits per chunk (32 MiB in float32) of a large vocabulary, whose weights are read again for each chunk."""
-LOGITS_IN_CACHE = 1 << 18
-"""Logits per chunk (1 MiB) where the output weights are small enough to stay in the processor's caches as well."""
 
 
 class Roles(Protocol):
@@ -91,7 +87,7 @@ def micro_logprobs(
     """Log-probability and entropy of every response token of one micro-batch, packed: [N], [N], float32, nats."""
     model = roles.model(role)
     hidden_NH = response_hidden(model, ids_BS, response_mask_BS)
-    return token_logprobs(hidden_NH, *unembedding(model), ids_BS[response_mask_BS], temperature, _chunk(model))
+    return token_logprobs(hidden_NH, *unembedding(model), ids_BS[response_mask_BS], temperature)
 
 
 def micro_policy(
@@ -106,15 +102,9 @@ def micro_policy(
         ref_weights = unembedding(reference)
     model = roles.model("policy")
     hidden_NH, weights = response_hidden(model, ids_BS, response_mask_BS), unembedding(model)
-    pair = token_logprobs(hidden_NH, *weights, ids_BS[response_mask_BS], temperature, _chunk(model))
-    kl_N = exact_kl(hidden_NH, *weights, ref_hidden_NH, *ref_weights, temperature, _chunk(model))
+    pair = token_logprobs(hidden_NH, *weights, ids_BS[response_mask_BS], temperature)
+    kl_N = exact_kl(hidden_NH, *weights, ref_hidden_NH, *ref_weights, temperature)
     return *pair, kl_N
-
-
-def _chunk(model: PreTrainedModel) -> int:
-    weight_VH, _ = unembedding(model)
-    at_once = LOGITS_IN_CACHE if weight_VH.numel() <= LOGITS_IN_CACHE * 4 else LOGITS_AT_ONCE
-    return max(64, at_once // len(weight_VH))
 
 
 def unpacked(x_N: Tensor, response_mask_BT: Tensor) -> Tensor:

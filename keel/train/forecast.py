@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from keel.algo.logprobs import AT_ONCE
 from keel.config import Recipe
 from keel.data.encode import micro_batches
-from keel.models.roles import LOGITS_AT_ONCE
 from keel.models.side_by_side import SMALL_PARAMETERS
 from keel.models.size import BYTES, Size
 from keel.rollout.engine import Sampling
@@ -83,8 +83,7 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     longest = max(lengths.responses)
     cached = sum(sorted(lengths.prompts, reverse=True)[:rows]) + rows * longest  # made for the longest at the start
     tokens = micro_tokens(recipe, size, lengths)
-    at_once = workers * min(tokens // workers, max(64, LOGITS_AT_ONCE // size.vocabulary))
-    passes = {"logits": 3 * at_once * size.vocabulary * 4}
+    passes = {"logits": 3 * 4 * min(tokens * size.vocabulary, workers * AT_ONCE)}
     kept = size.activations(tokens, dtype, recipe.model.activation_checkpointing)
     copy = size.parameters * BYTES[dtype] if recipe.model.backbone == "shared" else 0
     return {
@@ -139,7 +138,7 @@ def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
         as_if = recipe.model_copy(update={"model": model.model_copy(update={"backbone": kind})})
         weights, own = weights_of(as_if, size, ["policy"], frozen)
         tokens = min(settings.micro_tokens, settings.batch * sequence * (1 if name == "sft" else 2))
-        logits = 0 if name == "reward" else 3 * 4 * min(tokens * size.vocabulary, LOGITS_AT_ONCE)
+        logits = 0 if name == "reward" else 3 * 4 * min(tokens * size.vocabulary, AT_ONCE)
         found[name] = {
             "weights": weights,
             "gradients": own,

@@ -21,9 +21,9 @@ def inputs():
     return make
 
 
-def chunked(tensors, temperature, chunk=1024):
+def chunked(tensors, temperature, at_once=1 << 20):
     hidden, weight, bias, ids = tensors
-    return token_logprobs(hidden, weight, bias, ids, temperature, chunk)
+    return token_logprobs(hidden, weight, bias, ids, temperature, at_once)
 
 
 def whole(tensors, temperature, wide=False):
@@ -39,9 +39,9 @@ def reference():
     return torch.randn(N, H - 2), torch.randn(V, H - 2) / 2, torch.randn(V)
 
 
-def chunked_kl(tensors, reference, temperature, chunk=1024):
+def chunked_kl(tensors, reference, temperature, at_once=1 << 20):
     (hidden, weight, bias, *_), (ref_hidden, ref_weight, ref_bias) = tensors, reference
-    return exact_kl(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, temperature, chunk)
+    return exact_kl(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, temperature, at_once)
 
 
 def whole_kl(tensors, reference, temperature, wide=False):
@@ -71,14 +71,20 @@ def test_by_hand():
     )
 
 
-@pytest.mark.parametrize("chunk", [1, 5, N - 1, N, 1024])
+@pytest.fixture(params=[1, 20, 101, 2048], ids="block {}".format)
+def block(request, monkeypatch):
+    """Columns of the vocabulary that are worked on at a time."""
+    monkeypatch.setattr("keel.algo.precision.BLOCK", request.param)
+
+
+@pytest.mark.parametrize("at_once", [1, 5 * V, (N - 1) * V, N * V, 1 << 20])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_the_whole_softmax(inputs, chunk, bias):
+def test_values_and_gradients_are_those_of_the_whole_softmax(inputs, at_once, bias, block):
     tensors = inputs(bias=bias)
     leaves = [x for x in tensors[:3] if x is not None]
     upstream = torch.randn(2, N)
     expected = whole(tensors, 0.7)
-    actual = chunked(tensors, 0.7, chunk)
+    actual = chunked(tensors, 0.7, at_once)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     # Of the log-probabilities alone, of the entropy alone, and of both.
     for used in ([0], [1], [0, 1]):
@@ -96,7 +102,7 @@ def test_only_what_requires_a_gradient_gets_one(inputs, trained, output):
     for i in {0, 1, 2} - {trained}:
         tensors[i].requires_grad_(False)
     upstream = torch.randn(N)
-    (mine,) = torch.autograd.grad(chunked(tensors, 1.0, 10)[output], tensors[trained], upstream)
+    (mine,) = torch.autograd.grad(chunked(tensors, 1.0, 10 * V)[output], tensors[trained], upstream)
     (other,) = torch.autograd.grad(whole(tensors, 1.0)[output], tensors[trained], upstream)
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
@@ -111,7 +117,7 @@ def unit(request, monkeypatch):
 
 def test_bfloat16_multiplies_in_its_dtype_and_goes_on_in_float32(inputs, unit):
     tensors = inputs(torch.bfloat16)
-    actual, expected = chunked(tensors, 0.7, 10), whole(tensors, 0.7, wide=not unit)
+    actual, expected = chunked(tensors, 0.7, 10 * V), whole(tensors, 0.7, wide=not unit)
     assert actual[0].dtype == actual[1].dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     mine = torch.autograd.grad(actual[0].sum() + actual[1].sum(), tensors[:3])
@@ -143,13 +149,16 @@ def test_inference_mode_inside_and_outside(inputs):
     assert torch.equal(inside[0], expected[0].detach()) and torch.equal(outside[0], expected[0].detach())
 
 
-def test_no_rows_and_extreme_logits():
+@pytest.mark.parametrize("columns", [1, 2])
+def test_no_rows_and_extreme_logits(columns, monkeypatch):
+    monkeypatch.setattr("keel.algo.precision.BLOCK", columns)
     assert [len(x) for x in token_logprobs(torch.ones(0, 2), torch.ones(3, 2), None, torch.ones(0).long(), 1.0)] == [
         0,
         0,
     ]
     hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     logprobs, entropy = token_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), None, torch.tensor([1, 1]), 1.0)
+    assert torch.equal(entropy, torch.zeros(2))
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.equal(logprobs, torch.tensor([-2e4, 0.0])) and torch.equal(entropy, torch.zeros(2))
     assert hidden.grad is not None
@@ -188,9 +197,9 @@ def test_no_tensor_of_rows_times_vocabulary_is_saved_or_made(inputs, reference):
         return x
 
     for function, small in [
-        (lambda: chunked(tensors, 1.0, chunk), True),
+        (lambda: chunked(tensors, 1.0, chunk * V), True),
         (lambda: whole(tensors, 1.0), False),
-        (lambda: [chunked_kl(tensors, reference, 1.0, chunk)], True),
+        (lambda: [chunked_kl(tensors, reference, 1.0, chunk * V)], True),
         (lambda: [whole_kl(tensors, reference, 1.0)], False),
     ]:
         saved.clear()
@@ -229,13 +238,13 @@ def test_exact_kl_by_hand():
     assert chunked_kl(*both, 0.5).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, N, 1024])
+@pytest.mark.parametrize("at_once", [1, 5 * V, N * V, 1 << 20])
 @pytest.mark.parametrize("bias", [True, False])
-def test_exact_kl_and_its_gradient_are_those_of_the_whole_softmax(inputs, reference, chunk, bias):
+def test_exact_kl_and_its_gradient_are_those_of_the_whole_softmax(inputs, reference, at_once, bias, block):
     tensors = inputs(bias=bias)
     leaves = [x for x in tensors[:3] if x is not None]
     upstream = torch.randn(N)
-    actual = chunked_kl(tensors, reference, 1.5, chunk)
+    actual = chunked_kl(tensors, reference, 1.5, at_once)
     expected = whole_kl(tensors, reference, 1.5)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     mine, other = (torch.autograd.grad(x, leaves, upstream) for x in (actual, expected))
@@ -277,7 +286,7 @@ def test_exact_kl_gives_the_reference_no_gradient(inputs, reference):
 def test_exact_kl_in_bfloat16_and_under_autocast(inputs, reference, unit):
     tensors = inputs(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = chunked_kl(tensors, reference, 0.7, 10)
+        actual = chunked_kl(tensors, reference, 0.7, 10 * V)
     expected = whole_kl(tensors, reference, 0.7, wide=not unit)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import linear
 
 from keel.algo import precision
-from keel.algo.precision import float_blocks, project, weight_as
+from keel.algo.precision import blocks, project, weight_as
 
 WEIGHT = torch.arange(12.0, dtype=torch.bfloat16).view(6, 2)
 
@@ -31,10 +31,19 @@ def test_a_larger_weight_gets_more_room():
     assert weight_as(large, torch.float64).sum() == len(large) and small.tolist() == [[0, 1]]
 
 
-def test_blocks_cover_all_rows(monkeypatch):
+@pytest.mark.parametrize("wide", [True, False])
+def test_blocks_cover_all_rows(monkeypatch, wide):
+    """In float32 where the processor has no instructions for bfloat16, else as they lie."""
     monkeypatch.setattr(precision, "BLOCK", 4)
-    found = [(rows, block.tolist()) for rows, block in float_blocks(WEIGHT)]
-    assert found == [(slice(0, 4), WEIGHT[:4].tolist()), (slice(4, 6), WEIGHT[4:].tolist())]
+    monkeypatch.setattr(precision, "_has_bfloat16", lambda: not wide)
+    found = [(rows, block.tolist(), block.dtype, block.data_ptr()) for rows, block in blocks(WEIGHT)]
+    dtype = torch.float32 if wide else torch.bfloat16
+    assert [f[:3] for f in found] == [
+        (slice(0, 4), WEIGHT[:4].tolist(), dtype),
+        (slice(4, 6), WEIGHT[4:].tolist(), dtype),
+    ]
+    places = [f[3] for f in found]
+    assert places[0] == places[1] if wide else places == [WEIGHT.data_ptr(), WEIGHT[4:].data_ptr()]
 
 
 @pytest.mark.parametrize("large", [12, 13])

@@ -59,7 +59,7 @@ def test_logprobs_and_entropy(case: Case):
     logits, ids = case["in.logits"].flatten(0, 1), torch.as_tensor(case.arrays["in.ids"])
     # The identity as output embedding makes the logits their own hidden states.
     weight = torch.eye(logits.shape[1])
-    logprobs, _ = token_logprobs(logits, weight, None, ids.flatten(), 0.7, chunk=50)
-    _, entropy = token_logprobs(logits, weight, None, ids.flatten(), 1.0, chunk=50)
+    logprobs, _ = token_logprobs(logits, weight, None, ids.flatten(), 0.7, at_once=50 * weight.shape[0])
+    _, entropy = token_logprobs(logits, weight, None, ids.flatten(), 1.0, at_once=50 * weight.shape[0])
     same(logprobs.reshape(ids.shape), case["out.logprob_T0.7"])
     same(entropy.reshape(ids.shape), case["out.entropy_T1"])
