@@ -1,4 +1,4 @@
-"""Runs whose frozen roles rest: the same files as without, when each role is in memory, and going on where one broke."""
+"""Runs whose frozen roles rest: the same results as without, when each role is in memory, going on where one broke."""
 
 import errno
 import itertools

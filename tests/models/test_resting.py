@@ -11,7 +11,7 @@ from torch import nn
 
 from keel.errors import RunError
 from keel.models.loading import unembedding
-from keel.models.resting import ALIGNED, Resting
+from keel.models.resting import Resting
 from keel.models.roles import Role, logprobs_BT, scores_B
 from keel.models.separate import SeparateRoles
 from keel.runs.resources import peak_rss_bytes, resident_bytes, restart_peak
@@ -52,15 +52,19 @@ def test_resting_roles_compute_the_same_bytes_and_leave_no_file(tiny_model, tmp_
     assert all(map(torch.equal, load(tmp_path).parameters(), load(tiny_model).parameters()))
 
 
-def test_weights_lie_in_the_mapping_where_torch_would_put_them(tiny_model, tmp_path):
-    roles = built(tiny_model, tmp_path)
-    start = torch.frombuffer(roles.resting["reward"].map, dtype=torch.uint8).data_ptr()
-    places = [p.data_ptr() - start for p in roles.model("reward").parameters()]
-    assert places[0] == 0 and places == sorted(places) and all(place % ALIGNED == 0 for place in places)
-    assert places[-1] < len(roles.resting["reward"].map)
-    assert not any(p.requires_grad for p in roles.model("reward").parameters())
-    weight, _ = unembedding(roles.model("reward"))
-    assert weight is roles.model("reward").get_input_embeddings().weight  # still tied
+def test_weights_lie_in_the_mapping_where_torch_would_put_them(tmp_path):
+    """12, 68 and 8 bytes, each beginning at a multiple of 64."""
+    model = nn.ParameterList([nn.Parameter(torch.arange(float(n)), requires_grad=False) for n in (3, 17, 2)])
+    resting = Resting(model, tmp_path)
+    start = torch.frombuffer(resting.map, dtype=torch.uint8).data_ptr()
+    assert [p.data_ptr() - start for p in model.parameters()] == [0, 64, 192] and len(resting.map) == 200
+    assert [p.tolist() for p in model.parameters()] == [[*map(float, range(n))] for n in (3, 17, 2)]
+
+
+def test_tied_weights_stay_tied_and_frozen(tiny_model, tmp_path):
+    model = built(tiny_model, tmp_path).model("reward")
+    assert unembedding(model)[0] is model.get_input_embeddings().weight
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_a_write_to_resting_weights_is_seen_by_the_fingerprint(tiny_model, tmp_path):
