@@ -69,6 +69,10 @@ class Recipe(Section):
             raise ValueError(
                 "model.lora_rank and model.lora_alpha do nothing: backbone is separate and no stage uses lora"
             )
+        if self.model.rest_frozen and not _rests(self):
+            raise ValueError(
+                "model.rest_frozen does nothing: no frozen role is held that training does not need all the time"
+            )
         if self.sft and self.sft.loss_on == "every" and self.model.template == "plain":
             raise ValueError("sft.loss_on every does nothing with model.template plain, which has a single turn")
         if self.sft and self.sft.tuning == "full" and self.model.dtype == "bfloat16":
@@ -133,6 +137,14 @@ def _resolve_preference(preference: PreferenceConfig, backbone: str) -> None:
     for name, losses in LOSSES_OF.items():
         if loss in losses and getattr(preference, name) is None:
             setattr(preference, name, defaults[name])
+
+
+def _rests(recipe: Recipe) -> bool:
+    """Whether some stage holds a frozen role beside training: the reward stage, online training with a KL penalty. An
+    exact KL in the loss needs the reference in every pass of the update; a frozen reward model has had its stage."""
+    kl = recipe.ppo.kl if recipe.ppo else None
+    idle = kl is not None and kl.coefficient > 0 and not (kl.place == "loss" and kl.estimator == "exact")
+    return recipe.reward is not None or idle
 
 
 def _check_sandbox(recipe: Recipe) -> None:

@@ -30,6 +30,11 @@ class ModelConfig(Section):
     activation_checkpointing: bool = False
     """Training passes keep each layer's input alone and compute the rest again: less memory, about a third more time
     [arXiv:1604.06174]. The result is the same."""
+    rest_frozen: bool = False
+    """Separate only: reference and frozen reward model leave memory while they are not used. Their weights lie in a
+    file of the run's folder without a name (as many bytes as the weights, for each) and are read in place on the CPU,
+    copied to a GPU for their passes. The result is the same [ZeRO-Offload, arXiv:2101.06840, keeps weights on the host
+    in the same way]."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the prompt's text as it stands, to be continued."""
     max_prompt_tokens: Positive = 512
@@ -47,6 +52,10 @@ class ModelConfig(Section):
             raise ValueError(
                 "backbone separate trains all weights, and steps smaller than bfloat16 can hold would be lost; "
                 "use dtype float32, or backbone shared (float32 adapters on a bfloat16 base)"
+            )
+        if self.backbone == "shared" and self.rest_frozen:
+            raise ValueError(
+                "rest_frozen does nothing with backbone shared, whose frozen roles are the base that all need"
             )
         return self
 

@@ -54,6 +54,11 @@ class Roles(Protocol):
         """How many parts of a batch may pass through the role at once (`side_by_side.workers_for`)."""
         ...
 
+    def rest(self) -> None:
+        """Ends the use of frozen roles for now: where the backbone lets them rest they need no memory until the next
+        `model`. What a role computes is the same before and after."""
+        ...
+
     def fingerprint(self, role: Role) -> str:
         """SHA-256 of all weights that make this role's outputs."""
         ...

@@ -1,4 +1,4 @@
-"""One full model per role: full fine-tuning, four times the weights."""
+"""One full model per role: full fine-tuning, four times the weights. Frozen ones may rest between uses."""
 
 import copy
 from collections.abc import Collection
@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from keel.models.heads import ScalarHead
+from keel.models.resting import Resting
 from keel.models.roles import HEADED, Role
 from keel.models.side_by_side import workers_for
 from keel.models.weights import HEAD_FILE, hash_tensors, load_head, save_head
@@ -17,12 +18,20 @@ from keel.models.weights import HEAD_FILE, hash_tensors, load_head, save_head
 class SeparateRoles:
     """Every role is a model of its own. `roles.Roles` says what each method does."""
 
-    def __init__(self, models: dict[Role, PreTrainedModel], heads: dict[Role, ScalarHead], trainable: Collection[Role]):
+    def __init__(
+        self,
+        models: dict[Role, PreTrainedModel],
+        heads: dict[Role, ScalarHead],
+        trainable: Collection[Role],
+        rest_in: Path | None = None,
+    ):
+        """rest_in: a folder on a real disk for the weights of frozen roles, which then leave memory with `rest`."""
         self.models, self.heads, self.trainable = models, heads, frozenset(trainable)
         self.device = next(iter(models.values())).device
         for role in models:
             for parameter in self.parameters(role).values():
                 parameter.requires_grad_(role in self.trainable)
+        self.resting = {r: Resting(models[r], rest_in) for r in models if rest_in and r not in self.trainable}
 
     @classmethod
     def build(
@@ -32,6 +41,7 @@ class SeparateRoles:
         trainable: Collection[Role],
         seed: int,
         reward: tuple[PreTrainedModel, ScalarHead] | None = None,
+        rest_in: Path | None = None,
     ) -> "SeparateRoles":
         """Roles that all start from `start`; reward and critic from `reward` where it is given, else with new heads.
 
@@ -46,7 +56,7 @@ class SeparateRoles:
             used.add(id(source))
             if role in HEADED:
                 heads[role] = copy.deepcopy(reward[1]) if reward else new_head(start, role, seed)
-        return cls(models, heads, trainable)
+        return cls(models, heads, trainable, rest_in)
 
     def has(self, role: Role) -> bool:
         """Whether the role was built."""
@@ -54,6 +64,8 @@ class SeparateRoles:
 
     def model(self, role: Role) -> PreTrainedModel:
         """The role's model."""
+        if role in self.resting:
+            self.resting[role].wake()
         return self.models[role]
 
     def head(self, role: Role) -> ScalarHead:
@@ -71,9 +83,16 @@ class SeparateRoles:
         """As many as the machine's threads for a small model."""
         return workers_for(self.models[role], self.device)
 
+    def rest(self) -> None:
+        """Gives back the memory of the frozen roles that may rest."""
+        for resting in self.resting.values():
+            resting.rest()
+
     def fingerprint(self, role: Role) -> str:
         """SHA-256 of all weights of the role."""
-        return hash_tensors(self.parameters(role))
+        found = hash_tensors(self.parameters(role))
+        self.rest()
+        return found
 
     def export(self, role: Role, folder: Path) -> None:
         """Writes the role's causal language model as a plain folder."""

@@ -115,6 +115,9 @@ class SharedRoles:
         """One: the roles take turns on one base."""
         return 1
 
+    def rest(self) -> None:
+        """Nothing: the frozen roles are the base that the others need."""
+
     def fingerprint(self, role: Role) -> str:
         """SHA-256 of the base's weights with the role's own."""
         return hash_tensors({f"base.{n}": t for n, t in self.base_state.items()} | self.parameters(role))

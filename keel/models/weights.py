@@ -23,11 +23,11 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Of a contiguous tensor on the CPU; nothing is copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
@@ -49,7 +49,7 @@ def export_causal_lm(
     places = {name: place for file in sorted(folder.glob("*.safetensors")) for name, place in _places(file).items()}
     for name, weight in changed:
         file, start, size = places[name]
-        content = _bytes(weight.cpu().contiguous())
+        content = bytes_of(weight.cpu().contiguous())
         assert weight.dtype == like.dtype and len(content) == size, name
         with open(file, "r+b") as stream:
             stream.seek(start)

@@ -22,4 +22,5 @@ class LearnedReward:
     def score(self, rollouts: Rollouts) -> Tensor:
         """See `base.Reward`. Raises NumberError where a score is not finite."""
         scores = scores_B(self.roles, rollouts.sequences(), self.pad_id, self.micro_tokens)
+        self.roles.rest()  # the reference comes next: one frozen model in memory at a time
         return checked(scores, rollouts, "the reward model")

@@ -143,6 +143,7 @@ class _Rehearsal:
     def cycle(self, lengths: Lengths) -> None:
         """Experience, gradients, sampling; in this order: optimizer state is there when sampling is measured."""
         experience = self._experience(lengths)
+        self.roles.rest()
         self._looked("experience")
         self._update(experience, lengths)
         self._looked("update")
@@ -231,7 +232,14 @@ def build_roles(recipe: Recipe, start: Path | str, device: torch.device) -> Role
     if "reward" in wanted:
         other = load_to_train(start, recipe.model, device)
         reward = other, new_head(other, "reward", recipe.seed)
-    return SeparateRoles.build(model, wanted, trainable, recipe.seed, reward)
+    rest_in = _above(Path(recipe.root)) if recipe.model.rest_frozen else None
+    return SeparateRoles.build(model, wanted, trainable, recipe.seed, reward, rest_in)
+
+
+def _above(folder: Path) -> Path:
+    """The folder, or what there is of its path: the disk that a run would write on."""
+    whole = folder.absolute()
+    return next(place for place in (whole, *whole.parents) if place.is_dir())
 
 
 def _rollouts(lengths: Lengths, prompt_ids: list[tuple[int, ...]]) -> Rollouts:

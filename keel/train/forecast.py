@@ -72,7 +72,13 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
     """Bytes by moment and part of online training; the interpreter and libraries are not among them."""
     ppo, dtype = recipe.ppo, recipe.model.dtype
     assert ppo
-    weights, own = weights_of(recipe, size, *ppo_roles(recipe))
+    trained, frozen = ppo_roles(recipe)
+    weights, own = weights_of(recipe, size, trained, frozen)
+    looking = weights  # while there are passes through frozen roles
+    if recipe.model.rest_frozen:
+        one = (weights - own) // len(frozen)
+        exact = ppo.kl.place == "loss" and ppo.kl.estimator == "exact"  # needs the reference in the update too
+        weights, looking = own + one * exact, own + one * (1 + exact)
     always = {"weights": weights, "optimizer": 2 * own}
     workers = _workers(recipe, size)
     rows = min(len(lengths.prompts), Sampling().rows * workers)
@@ -87,7 +93,12 @@ def ppo_memory(recipe: Recipe, size: Size, lengths: Lengths) -> dict[str, Memory
             "cache": size.cache(cached, dtype),
             "logits": rows * size.vocabulary * (BYTES[dtype] + 16),  # as they come, two in float32, one in float64
         },
-        "experience": {**always, **passes, "activations": size.activations(tokens, dtype) // size.layers},
+        "experience": {
+            **always,
+            **passes,
+            "weights": looking,
+            "activations": size.activations(tokens, dtype) // size.layers,
+        },
         "update": {**always, **passes, "gradients": own, "activations": kept},
         "export": {"weights": weights},
     }
@@ -148,7 +159,7 @@ def other_stages(recipe: Recipe, size: Size) -> dict[str, Memory]:
     for name, settings in (("sft", recipe.sft), ("reward", recipe.reward), ("preference", recipe.preference)):
         if settings is None:
             continue
-        frozen = ["reference"] if name == "reward" else []
+        frozen = ["reference"] if name == "reward" and not model.rest_frozen else []
         tuned = recipe.sft.tuning if name == "sft" and recipe.sft else None
         kind = "separate" if tuned == "full" else "shared" if tuned == "lora" else model.backbone
         as_if = recipe.model_copy(update={"model": model.model_copy(update={"backbone": kind})})
@@ -204,6 +215,7 @@ def _candidates(recipe: Recipe) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if model.backbone == "separate":
         found.append(("model.backbone", "shared"))
+        found += [] if model.rest_frozen or not ppo_roles(recipe)[1] else [("model.rest_frozen", True)]
     elif model.dtype == "float32":
         found.append(("model.dtype", "bfloat16"))
     if model.lora_rank and model.lora_rank > 1:

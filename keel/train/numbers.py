@@ -55,6 +55,7 @@ def damaged_weights(roles: Roles) -> list[str]:
     for role in (r for r in get_args(Role) if roles.has(r)):
         own = [*roles.model(role).named_parameters(), *roles.parameters(role).items()]
         found += [f"{role}/{name}" for name, weight in dict(own).items() if not bool(weight.detach().isfinite().all())]
+    roles.rest()
     return found
 
 

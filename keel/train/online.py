@@ -66,6 +66,7 @@ def train_online(
             rows = batch_rows(len(prompts), ppo.rollouts // ppo.responses_per_prompt, step, seed, mixture=mixture)
             sampled = sample(learner, engine, [prompts[i] for i in rows], step, clock)
             experience, metrics = collect(learner, session, sampled, reward, gold, clock)
+            roles.rest()  # frozen ones: an update needs its memory for gradients
             taught: list[Role] = []
             if experience:
                 state["warming"] = still_warming(ppo, state, metrics, step)

@@ -37,6 +37,7 @@ UNIMPORTANT = {
     "retries",
     "rows_per_request",
     "token_env",
+    "rest_frozen",
 }
 """Settings that change no result: a stage made with another value is the same stage."""
 

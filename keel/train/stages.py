@@ -149,6 +149,7 @@ def reward_stage(
     groups = compared(run, settings, encoder, read.sha256, train, held)
     held_groups = groups[len(train) :]
     plan = Plan.of(settings, len(train))
+    roles.rest()  # the reference may have sampled, and does so again after training
 
     def score_held_out() -> list[Tensor]:
         return group_scores(roles, held_groups, encoder.pad_id, settings.micro_tokens)
@@ -389,8 +390,9 @@ def _separate(run: Run, start: Path | str, wanted: list[Role], reward_folder: Pa
     trainable: list[Role] = [
         r for r in wanted if r in ("policy", "critic") or (r == "reward" and reward_folder is None)
     ]
+    rest_in = run.folder.path if run.recipe.model.rest_frozen else None
     return SeparateRoles.build(
-        load_to_train(start, run.recipe.model, run.device), wanted, trainable, run.recipe.seed, reward
+        load_to_train(start, run.recipe.model, run.device), wanted, trainable, run.recipe.seed, reward, rest_in
     )
 
 

@@ -22,6 +22,7 @@ def tree(**sections):
 
 SOURCE = {"path": ["rows.jsonl"]}
 PPO = {"data": SOURCE, "reward": "a:b"}
+RESTING = {"model": {"path": "x", "backbone": "separate", "rest_frozen": True}}
 SANDBOX = {"model": {"path": "sandbox"}, "sandbox": {}, "sft": {}}
 
 
@@ -65,6 +66,10 @@ def test_there_are_recipes():
         (tree(sft={"data": SOURCE, "tuning": "full"}, model={"path": "x", "dtype": "bfloat16"}), "lose steps"),
         (tree(model={"path": "x", "backbone": "separate", "dtype": "bfloat16"}), "would be lost"),
         (tree(model={"path": "x", "backbone": "separate", "lora_rank": 4}), "do nothing"),
+        (tree(model={"path": "x", "rest_frozen": True}), "rest_frozen does nothing with backbone shared"),
+        (tree(**RESTING, ppo={**PPO, "kl": {"coefficient": 0}}), "model.rest_frozen does nothing: no frozen role"),
+        (tree(**RESTING, ppo={**PPO, "kl": {"place": "loss", "estimator": "exact"}}), "model.rest_frozen does nothing"),
+        (tree(**RESTING, preference={"data": SOURCE}, eval={}), "model.rest_frozen does nothing: no frozen role"),
         (tree(sandbox={}), "belong together"),
         (tree(model={"path": "sandbox"}, sandbox={}, sft={"data": SOURCE}), "sft.data does nothing"),
         (tree(reward={"data": SOURCE, "responses_per_prompt": 4}), "do nothing outside the sandbox"),

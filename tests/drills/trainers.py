@@ -40,7 +40,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     },
     "ppo-shared": {"model": SHARED, "ppo": {**ONLINE, **CRITIC, **STEERED}},
     "grpo-separate": {
-        "model": SEPARATE,
+        "model": {**SEPARATE, "rest_frozen": True},
         "ppo": {**ONLINE, **STEERED, "advantage": "grpo", "responses_per_prompt": 3, "policy": PENALTY},
     },
 }

@@ -102,6 +102,25 @@ def test_the_copy_of_a_checkpoint_by_hand():
     assert with_copy(moments, 20, 14 + 39) == moments  # no room for it and as much again: it is written at once
 
 
+def test_memory_of_frozen_roles_that_rest_by_hand():
+    """Four models of 4000 bytes: the frozen two one at a time, and only while there are passes through them."""
+    recipe = recipe_of({"rest_frozen": True}, reward=True)
+    found = ppo_memory(recipe, SIZE, LENGTHS)
+    assert {moment: parts["weights"] for moment, parts in found.items()} == {
+        "generate": 8000,
+        "experience": 12000,
+        "update": 8000,
+        "export": 8000,
+    }
+    assert other_stages(recipe, SIZE)["reward"]["weights"] == 4000  # the reference rests while the reward model learns
+    assert other_stages(recipe_of(reward=True), SIZE)["reward"]["weights"] == 8000
+    # An exact KL in the loss passes through the reference in the update, and it stays until after the scores.
+    found = ppo_memory(
+        recipe_of({"rest_frozen": True}, reward=True, kl={"place": "loss", "estimator": "exact"}), SIZE, LENGTHS
+    )
+    assert [found[moment]["weights"] for moment in ("generate", "experience", "update")] == [12000, 16000, 12000]
+
+
 @pytest.mark.parametrize(("budget", "tokens"), [(100, 14), (7, 7), (1, 7)])
 def test_tokens_at_the_same_time(budget, tokens):
     # A minibatch of two rows of at most 7 and 6 tokens: padded 14, or one row at a time.
@@ -135,6 +154,11 @@ def test_advice_saves_what_it_says():
     assert found[0].saves == peak(ppo_memory(recipe, size, lengths)) - peak(ppo_memory(shared, size, lengths))
     assert {"model.dtype"} <= {c.field for c in advice(shared, size, lengths)}
     assert all(c.saves > MIB for c in found)
+    # Of three models the reference leaves: 10^8 numbers of 4 bytes.
+    assert [c.saves for c in found if c.field == "model.rest_frozen"] == [4 * 10**8]
+    assert "model.rest_frozen" not in {c.field for c in advice(recipe_of({"rest_frozen": True}), size, lengths)}
+    no_reference = recipe_of(kl={"coefficient": 0.0})
+    assert "model.rest_frozen" not in {c.field for c in advice(no_reference, size, lengths)}
 
 
 def test_other_stages_are_counted_as_they_train():
@@ -172,11 +196,13 @@ def written(tiny_model, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_a_forecast_of_real_passes(written, kind, capsys):
+@pytest.mark.parametrize(
+    "flags", [("--model.backbone", "separate"), ("--model.backbone", "separate", "--model.rest_frozen", "true"), ()]
+)
+def test_a_forecast_of_real_passes(written, flags, capsys):
     from keel.recipe import load
 
-    recipe = load(written, ["--model.backbone", kind])
+    recipe = load(written, flags)
     found = forecast(recipe, Console())
     assert found.measured and found.fits
     assert found.seconds.keys() == {"generate", "policy", "reference", "values", "experience", "update"}
