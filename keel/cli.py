@@ -15,7 +15,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")  # one set of bars, ours
 
-from keel.config import NonNegative, Recipe, Section
+from keel.config import NonNegative, Recipe, Section, usable_cores
 from keel.errors import ConfigError, KeelError, StopAtOnce
 from keel.runs.console import Console
 from keel.runs.folder import RunFolder
@@ -240,7 +240,7 @@ def _chat(arguments: list[str], console: Console) -> None:
     from keel import settings
 
     flags = settings.change(ChatFlags, {}, arguments[1:], f"keel chat {arguments[0]}")
-    _loading(console, os.cpu_count() or 1, "torch and the two models")
+    _loading(console, usable_cores(), "torch and the two models")
     from keel.evaluate.chat import open_chat
 
     chat = open_chat(arguments[0], flags.temperature)

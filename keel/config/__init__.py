@@ -16,7 +16,7 @@ from keel.config.online import (
     ScoringConfig,
     is_remote,
 )
-from keel.config.recipe import Recipe
+from keel.config.recipe import Recipe, usable_cores
 from keel.config.stages import (
     EvalConfig,
     ModelConfig,
@@ -51,4 +51,5 @@ __all__ = [
     "Threads",
     "is_remote",
     "refuse",
+    "usable_cores",
 ]

@@ -1,6 +1,7 @@
 """A whole recipe: which sections it has, what they need of each other, and the defaults that depend on it."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from keel.config.stages import (
     SftConfig,
 )
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 KL_TARGET = 6.0
 """Nats per response; the target of Ziegler et al. 2019 (arXiv:1909.08593), section 2.2 and its released code."""
 KL_HORIZON = 10_000
@@ -35,7 +37,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Of everything random: same machine, same seed, same bytes."""
     threads: Threads | None = None
-    """CPU threads. Null: as many as the machine has cores."""
+    """CPU threads. Null: as many as there are cores that this process may use."""
     keep_checkpoints: Positive = 2
     """The newest checkpoints of a stage that are kept."""
     skip_bad_steps: Count = 0
@@ -85,7 +87,7 @@ class Recipe(Section):
     def resolved(self) -> "Recipe":
         """A copy in which every null that stands for a default is filled in."""
         copy = self.model_copy(deep=True)
-        copy.threads = copy.threads or os.cpu_count() or 1
+        copy.threads = copy.threads or usable_cores()
         if copy.uses_lora:
             copy.model.lora_rank = copy.model.lora_rank or LORA_RANK
             copy.model.lora_alpha = copy.model.lora_alpha or 2.0 * copy.model.lora_rank
@@ -137,6 +139,18 @@ def _resolve_preference(preference: PreferenceConfig, backbone: str) -> None:
     for name, losses in LOSSES_OF.items():
         if loss in losses and getattr(preference, name) is None:
             setattr(preference, name, defaults[name])
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: by its affinity (taskset, a batch system) and its control group's quota (a
+    container), of which `os.cpu_count` knows nothing: a thread too many waits for its turn, and all others for it."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+    except (OSError, ValueError):  # no such group, or "max"
+        return cores
+    return max(1, min(cores, quota // period))
 
 
 def _rests(recipe: Recipe) -> bool:

@@ -56,11 +56,12 @@ def idle_cores(seconds: float = 0.1) -> float:
     """How many of the machine's cores have nothing to do, over so many seconds of waiting; where the system does not
     tell (proc(5) is Linux's), by the load of the last minute."""
     cores, stat = os.cpu_count() or 1, Path("/proc/stat")
-    if not stat.exists():
+    try:
+        before = stat.read_text()
+        time.sleep(seconds)
+        return cores * idle_share(before, stat.read_text())
+    except OSError:  # not there, or not for this user
         return max(0.0, cores - os.getloadavg()[0])
-    before = stat.read_text()
-    time.sleep(seconds)
-    return cores * idle_share(before, stat.read_text())
 
 
 def idle_share(before: str, after: str) -> float:

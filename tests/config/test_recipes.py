@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel import recipe as recipes
+from keel.config import Recipe, usable_cores
 from keel.errors import ConfigError
 from keel.runs.folder import RunFolder
 
@@ -300,3 +301,17 @@ def test_a_busy_folder_is_refused_before_torch_and_left_as_it_is(arguments, tmp_
         assert there() == before
     assert done.returncode == 2 and f"keel: the run is in use by process {os.getpid()} on" in done.stderr
     assert done.stderr.strip().endswith("False") and "loading" not in done.stdout
+
+
+def test_threads_are_the_cores_that_the_process_may_use(tmp_path, monkeypatch):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr("keel.config.recipe.CPU_QUOTA", quota)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
+    assert usable_cores() == 12  # no control group
+    for text, cores in (("max 100000", 12), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1)):
+        quota.write_text(text + "\n")
+        assert usable_cores() == cores, text
+    quota.write_text("9900000 100000\n")
+    tree = {"name": "x", "model": {"path": "x"}, "sft": {"data": {"path": ["x"]}}}
+    assert Recipe.model_validate(tree).resolved().threads == 12
+    assert Recipe.model_validate(tree | {"threads": 3}).resolved().threads == 3
